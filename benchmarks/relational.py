@@ -256,10 +256,11 @@ def blocks(rows: list[Row], rounds: int) -> None:
             conv(x, used).sum().backward()
             middle_s = time.perf_counter()
             fresh = block()
-            for over, by in used._orders:
-                fresh.order(over, by)
-            for over, by_or_none, to in used._indexes_in_order:
-                fresh.index_in_order(over, by_or_none, to)
+            for kind, *domains in used.indexes.kept.snapshot():
+                if kind == "order":
+                    fresh.indexes.order(*domains)
+                elif kind == "in order":
+                    fresh.indexes.index_in_order(*domains)
             steps.append(middle_s - start_s)
             shares.append((time.perf_counter() - middle_s) / steps[-1])
         rows.append(

@@ -149,7 +149,7 @@ NAMES_CUDA = {
     "fleet/_random.py": "the name of a state in checkpoints",
     "probe/_gds.py": "GPUDirect Storage",
     "probe/_rounds.py": "a version that PyTorch was built for",
-    "relational/_graph.py": "kernels: what a graph of CUDA's may not wait for",
+    "relational/_indexes.py": "kernels: what a graph of CUDA's may not wait for",
     "relational/_run.py": "kernels",
     "relational/_steps.py": "kernels",
     "relational/_triton.py": "kernels",

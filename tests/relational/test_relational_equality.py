@@ -13,29 +13,30 @@ PASSES = [
     dict(zip(("compact", "reorder", "sum_first"), on, strict=True)) for on in itertools.product((True, False), repeat=3)
 ]
 COMPILED = {
-    (name, emitter, number): one.with_options(emitter=emitter, **passes)
-    for name, one in LAYERS.items()
+    (name, emitter, number): function.with_options(emitter=emitter, **passes)
+    for name, function in LAYERS.items()
     for emitter in ("eager", "c")
     for number, passes in enumerate(PASSES)
 }
 
 
 def check(name, compiled, graph, arguments, generator, tolerance=1e-9):
-    found = compiled(graph, **arguments)
-    found = found if isinstance(found, tuple) else (found,)
+    actual = compiled(graph, **arguments)
+    actual = actual if isinstance(actual, tuple) else (actual,)
     expected = plain(name, graph, arguments)
-    weights = [torch.randn(one.shape, dtype=one.dtype, generator=generator) for one in expected]
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    weights = [torch.randn(value.shape, dtype=value.dtype, generator=generator) for value in expected]
+    for mine, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
     gradients = [
         torch.autograd.grad(
-            sum((one * weight).sum() for one, weight in zip(outputs, weights, strict=True)), list(arguments.values())
+            sum((value * weight).sum() for value, weight in zip(outputs, weights, strict=True)),
+            list(arguments.values()),
         )
-        for outputs in (found, expected)
+        for outputs in (actual, expected)
     ]
-    for key, one, other in zip(arguments, *gradients, strict=True):
+    for key, mine, theirs in zip(arguments, *gradients, strict=True):
         torch.testing.assert_close(
-            one, other, rtol=tolerance, atol=tolerance, msg=lambda text, key=key: f"{key}: {text}"
+            mine, theirs, rtol=tolerance, atol=tolerance, msg=lambda text, key=key: f"{key}: {text}"
         )
 
 
@@ -71,8 +72,8 @@ def test_many_edges_are_shared_among_threads(name, num_threads):
         first, second = (COMPILED[name, "c", 0](graph, **arguments) for _ in range(2))
     finally:
         torch.set_num_threads(before)
-    for one, other in zip(*(x if isinstance(x, tuple) else (x,) for x in (first, second)), strict=True):
-        assert torch.equal(one, other)
+    for mine, theirs in zip(*(x if isinstance(x, tuple) else (x,) for x in (first, second)), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -92,11 +93,11 @@ def test_single_precision_is_close_to_double(name):
     generator = torch.Generator().manual_seed(1)
     graph = random_graph(40, 300, 4, generator)
     double = tensors(name, graph, 8, torch.float64, generator)
-    single = {key: one.detach().float() for key, one in double.items()}
-    found, expected = (COMPILED[name, "c", 0](graph, **one) for one in (single, double))
-    for one, other in zip(*(x if isinstance(x, tuple) else (x,) for x in (found, expected)), strict=True):
-        assert one.dtype == torch.float32
-        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+    single = {key: tensor.detach().float() for key, tensor in double.items()}
+    actual, expected = (COMPILED[name, "c", 0](graph, **arguments) for arguments in (single, double))
+    for mine, theirs in zip(*(x if isinstance(x, tuple) else (x,) for x in (actual, expected)), strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_a_block_has_sources_and_targets_of_its_own():
@@ -109,9 +110,11 @@ def test_a_block_has_sources_and_targets_of_its_own():
     block = RelationalGraph(whole.edge_index[:, keep], whole.edge_type[keep], num_nodes=(12, 5), num_edge_types=4)
     arguments = tensors("rgat", whole, 4, torch.float64, generator)
     for compiled in (COMPILED["rgat", "c", 0], COMPILED["rgat", "eager", 0]):
-        found = compiled(block, **arguments)
+        actual = compiled(block, **arguments)
         expected = compiled(whole, **arguments)[:5]
-        torch.testing.assert_close(found, expected)
-        one, other = (torch.autograd.grad(value.sum(), list(arguments.values())) for value in (found, expected))
-        for mine, theirs in zip(one, other, strict=True):
+        torch.testing.assert_close(actual, expected)
+        of_block, of_whole = (
+            torch.autograd.grad(value.sum(), list(arguments.values())) for value in (actual, expected)
+        )
+        for mine, theirs in zip(of_block, of_whole, strict=True):
             torch.testing.assert_close(mine, theirs)

@@ -37,7 +37,7 @@ def gradients(model, call):
     model.zero_grad()
     call().square().mean().backward()
     return [
-        one.grad.clone() for one in model.parameters() if one.grad is not None
+        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
     ]  # PyG's RGAT has some for other modes
 
 
@@ -46,10 +46,10 @@ def test_inside_of_offload(tmp_path):
     layers = nn.ModuleList(RGCNConv(32, 32, 4) for _ in range(8))
 
     def loss():
-        found = x
-        for one in layers:
-            found = torch.tanh(one(found, graph))
-        return found
+        rows = x
+        for module in layers:
+            rows = torch.tanh(module(rows, graph))
+        return rows
 
     expected = gradients(layers, loss)
     plain = penstock.probe.peak_bytes(lambda: gradients(layers, loss), device="cpu")
@@ -57,10 +57,10 @@ def test_inside_of_offload(tmp_path):
     spilled = penstock.offload.activations(layers, disk=tmp_path, min_size=1024, budget=budget)
     for _ in range(4):
         with spilled:
-            found = gradients(layers, loss)
+            actual = gradients(layers, loss)
     assert spilled.statistics().fetched_bytes > 0
     spilled.close()
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(actual, expected, strict=True))
 
 
 def test_inside_of_remat(graph, model):
@@ -78,16 +78,16 @@ def test_inside_of_remat(graph, model):
     step = penstock.remat.optimize(loss, [x], budget=int(0.9 * everything.keep_all_peak_bytes))
     assert step.plan.peak_bytes <= 0.9 * everything.keep_all_peak_bytes < everything.peak_bytes
     step(x).backward()
-    found = [one.grad for one in model.parameters() if one.grad is not None]
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
+    actual = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    for mine, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 def test_checkpointed(graph, model):
     x = torch.randn(200, 8)
     expected = gradients(model, lambda: model(x, graph))
-    found = gradients(model, lambda: torch.utils.checkpoint.checkpoint(model, x, graph, use_reentrant=False))
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    actual = gradients(model, lambda: torch.utils.checkpoint.checkpoint(model, x, graph, use_reentrant=False))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(actual, expected, strict=True))
 
 
 def test_copies_and_moves_of_modules(graph, model):
@@ -106,9 +106,9 @@ def test_several_graphs_under_one_compile(model):
     graphs = [random_graph(n, 5 * n, 4, torch.Generator().manual_seed(n)) for n in (50, 70, 90)]
     for graph in [*graphs, graphs[0]]:
         x = torch.randn(graph.num_sources, 8, requires_grad=True)
-        found, expected = compiled(x, graph), model(x, graph).sum()
-        torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(*(torch.autograd.grad(one, x)[0] for one in (found, expected)))
+        actual, expected = compiled(x, graph), model(x, graph).sum()
+        torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(result, x)[0] for result in (actual, expected)))
 
 
 class Blocks(Dataset):
@@ -147,18 +147,21 @@ def train_in_a_group(rank, folder):
     parallel = nn.parallel.DistributedDataParallel(Model(), find_unused_parameters=True)
     graph = random_graph(60, 300, 4, torch.Generator().manual_seed(rank))
     parallel(torch.ones(60, 8), graph).square().mean().backward()
-    torch.save([one.grad for one in parallel.module.parameters() if one.grad is not None], folder / f"{rank}.pt")
+    torch.save(
+        [parameter.grad for parameter in parallel.module.parameters() if parameter.grad is not None],
+        folder / f"{rank}.pt",
+    )
 
 
 def test_ddp_gives_the_mean_of_its_ranks(tmp_path, model):
     run_in_ranks(train_in_a_group, tmp_path, directory=tmp_path)
-    each = []
+    by_rank = []
     for rank in range(2):
         graph = random_graph(60, 300, 4, torch.Generator().manual_seed(rank))
-        each.append(gradients(model, lambda graph=graph: model(torch.ones(60, 8), graph)))
+        by_rank.append(gradients(model, lambda graph=graph: model(torch.ones(60, 8), graph)))
     for rank in range(2):
-        for found, one, other in zip(torch.load(tmp_path / f"{rank}.pt"), *each, strict=True):
-            torch.testing.assert_close(found, (one + other) / 2)
+        for actual, first, second in zip(torch.load(tmp_path / f"{rank}.pt"), *by_rank, strict=True):
+            torch.testing.assert_close(actual, (first + second) / 2)
 
 
 def test_a_typed_layer_takes_another_graph_of_the_same_types():
@@ -166,5 +169,5 @@ def test_a_typed_layer_takes_another_graph_of_the_same_types():
     conv = HGTConv(4, 8, (["a", "b"], list(edges)), heads=2)
     for count in (2, 5):
         sizes = {"a": count, "b": count + 1}
-        found = conv({name: torch.randn(size, 4) for name, size in sizes.items()}, edges)
-        assert {name: len(one) for name, one in found.items()} == sizes
+        actual = conv({name: torch.randn(size, 4) for name, size in sizes.items()}, edges)
+        assert {name: len(rows) for name, rows in actual.items()} == sizes

@@ -21,10 +21,10 @@ def test_ntriples(tmp_path, is_packed):
     path = tmp_path / ("graph.nt.gz" if is_packed else "graph.nt")
     with gzip.open(path, "wt") if is_packed else path.open("w") as file:
         file.write(TRIPLES)
-    found = read_ntriples(path)
-    assert list(found.relations) == ["<knows>", "<name>", "<age>"]
-    assert found.edge_index.tolist() == [[0, 1, 0, 2], [1, 2, 3, 4]]
-    assert found.edge_type.tolist() == [0, 0, 1, 2]
+    actual = read_ntriples(path)
+    assert list(actual.relations) == ["<knows>", "<name>", "<age>"]
+    assert actual.edge_index.tolist() == [[0, 1, 0, 2], [1, 2, 3, 4]]
+    assert actual.edge_type.tolist() == [0, 0, 1, 2]
     both = read_ntriples(path, inverses=True)
     assert both.edge_index[:, 4:].tolist() == [[1, 2, 3, 4], [0, 1, 0, 2]]
     assert both.edge_type.tolist() == [0, 0, 1, 2, 3, 3, 4, 5]

@@ -4,34 +4,11 @@ import json
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from relational_layers import random_graph, rgat, tensors
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from penstock import native
-from penstock.relational import RelationalGraph, _graph
-
-
-@settings(deadline=None)
-@given(seed=st.integers(0, 2**31), num_edges=st.sampled_from([0, 1, 9, 200]), num_types=st.integers(1, 9))
-def test_pairs_are_those_of_sorting(seed, num_edges, num_types):
-    generator = torch.Generator().manual_seed(seed)
-    nodes, types = (torch.randint(size, (num_edges,), generator=generator) for size in (12, num_types))
-    found = _graph.pairs_of(nodes, types, 12, num_types)
-    keys, rows = torch.unique(types * 12 + nodes, return_inverse=True)
-    for one, other in zip(found, (keys % 12, keys // 12, rows), strict=True):
-        assert torch.equal(one, other)
-
-
-def test_pairs_without_a_compiler_are_the_same(monkeypatch):
-    generator = torch.Generator().manual_seed(0)
-    nodes, types = torch.randint(9, (50,), generator=generator), torch.randint(4, (50,), generator=generator)
-    expected = _graph.pairs_of(nodes, types, 9, 4)
-    monkeypatch.setattr(native, "load", lambda *_, **__: None)
-    for one, other in zip(_graph.pairs_of(nodes, types, 9, 4), expected, strict=True):
-        assert torch.equal(one, other)
+from penstock.relational import RelationalGraph, _indexes
 
 
 def graph_and_result():
@@ -45,20 +22,20 @@ def graph_and_result():
 def test_a_loaded_graph_has_its_indexes_and_gives_the_same(tmp_path, monkeypatch):
     graph, arguments = graph_and_result()
     graph.save(tmp_path / "graph.safetensors")
-    found = RelationalGraph.load(tmp_path / "graph.safetensors")
+    loaded = RelationalGraph.load(tmp_path / "graph.safetensors")
     for build in ("pairs_of", "counting_sort"):
-        monkeypatch.setattr(_graph, build, lambda *_: pytest.fail("an index was built again"))
-    assert torch.equal(rgat(found, **arguments), rgat(graph, **arguments))
-    assert repr(found) == repr(graph)
-    assert [one.name for one in tmp_path.iterdir()] == ["graph.safetensors"]
+        monkeypatch.setattr(_indexes, build, lambda *_: pytest.fail("an index was built again"))
+    assert torch.equal(rgat(loaded, **arguments), rgat(graph, **arguments))
+    assert repr(loaded) == repr(graph)
+    assert [path.name for path in tmp_path.iterdir()] == ["graph.safetensors"]
 
 
 def test_blocks_and_names_come_back(tmp_path):
     edges = {("a", "to", "b"): torch.tensor([[0, 1], [1, 0]]), ("b", "to", "b"): torch.tensor([[0], [1]])}
     graph = RelationalGraph.from_types(edges, {"a": 2, "b": 2})
     graph.save(tmp_path / "typed")
-    found = RelationalGraph.load(tmp_path / "typed")
-    assert (found.node_type_names, found.edge_type_names) == (("a", "b"), tuple(edges))
+    loaded = RelationalGraph.load(tmp_path / "typed")
+    assert (loaded.node_type_names, loaded.edge_type_names) == (("a", "b"), tuple(edges))
     block = RelationalGraph(torch.tensor([[3, 0], [0, 1]]), num_nodes=(4, 2))
     block.save(tmp_path / "block")
     assert RelationalGraph.load(tmp_path / "block").num_nodes == (4, 2)
@@ -80,15 +57,15 @@ def change(name, how):
 
 
 DAMAGES = {
-    "an index beyond its rows": change("index EDGE TARGET_AND_TYPE", lambda one: one + 99),
-    "borders that are none": change("starts EDGE TARGET", lambda one: one * 0),
-    "wider numbers": change("positions EDGE TARGET", lambda one: one.long()),
-    "a repeated row": change("positions EDGE TARGET", lambda one: one * 0 + 1),
-    "pairs out of order": change("index TARGET_AND_TYPE EDGE_TYPE", lambda one: one.flip(0)),
+    "an index beyond its rows": change("index EDGE TARGET_AND_TYPE", lambda tensor: tensor + 99),
+    "borders that are none": change("starts EDGE TARGET", lambda tensor: tensor * 0),
+    "wider numbers": change("positions EDGE TARGET", lambda tensor: tensor.long()),
+    "a repeated row": change("positions EDGE TARGET", lambda tensor: tensor * 0 + 1),
+    "pairs out of order": change("index TARGET_AND_TYPE EDGE_TYPE", lambda tensor: tensor.flip(0)),
     "an unknown domain": lambda kept: kept.update({"index EDGE NOWHERE": torch.zeros(1)}),
     "no domain": lambda kept: kept.update({"index": torch.zeros(1)}),
     "an order without its rows": lambda kept: kept.pop("positions EDGE TARGET"),
-    "another order": change("positions EDGE TARGET", lambda one: one.flip(0)),
+    "another order": change("positions EDGE TARGET", lambda tensor: tensor.flip(0)),
     "no edges": lambda kept: kept.pop("edge_type"),
 }
 
@@ -119,8 +96,3 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
         graph.save(tmp_path / "graph")
     assert (tmp_path / "graph").read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_a_graph_stays_where_it_is():
-    graph, _ = graph_and_result()
-    assert graph.to("cpu") is graph

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from penstock.relational._tune import Choices, schedules
+import penstock
+from penstock.relational._elementwise import FUNCTIONS
 
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
 
 
 def run(*parts, interpret, **variables):
-    environment = {**os.environ, "TRITON_INTERPRET": "1" if interpret else "0", "PYTHONPATH": str(HERE), **variables}
+    path = os.pathsep.join([str(HERE), str(Path(penstock.__file__).parents[1])])  # the library that is tested
+    environment = {**os.environ, "TRITON_INTERPRET": "1" if interpret else "0", "PYTHONPATH": path, **variables}
     outcome = subprocess.run(
         [sys.executable, "-W", "ignore", str(HERE / "triton_process.py"), *parts],
         env=environment, capture_output=True, text=True, check=False,
@@ -25,7 +27,9 @@ def run(*parts, interpret, **variables):
     return outcome.stdout
 
 
-TOGETHER = {one: parts for parts in [("equality", "corners", "repeated"), ("layers", "half")] for one in parts}
+TOGETHER = {
+    part: parts for parts in [("equality", "corners", "repeated", "functions"), ("layers", "half")] for part in parts
+}
 """What is interpreted in one process, since what it imports takes seconds."""
 
 
@@ -55,6 +59,10 @@ def test_broadcast_sums_and_rounded_maxima():
     assert interpreted("corners").count("equal") == 6
 
 
+def test_every_function_gives_what_pytorch_gives():
+    assert interpreted("functions").count("equal") == len(FUNCTIONS)
+
+
 def test_all_kernels_compile_for_sm_90():
     assert run("compile_all", interpret=False).count("compiled") > 60
 
@@ -69,20 +77,4 @@ def test_few_schedules_are_compiled_and_a_second_process_times_none(tmp_path):
     rgcn, rgat = "tuned 3 kernels 9 variants", "tuned 11 kernels 27 variants"
     first, second = (run("tuned", interpret=False, **caches).splitlines()[1:] for _ in range(2))
     assert first == [f"{rgcn} 9 timed", f"{rgat} 27 timed", f"{rgcn} 0 timed", f"{rgat} 0 timed"]
-    assert all(one.endswith(" 0 timed") for one in second)
-
-
-def test_a_damaged_file_of_choices_counts_as_none(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    tried = schedules(16, 20)
-    Choices("layer", "NVIDIA H200").keep("step1", (4, 2), tried[1])
-    (file,) = tmp_path.rglob("*.json")
-    assert Choices("layer", "NVIDIA H200").find("step1", (4, 2), tried) == tried[1]
-    assert Choices("layer", "NVIDIA A100").find("step1", (4, 2), tried) is None
-    assert Choices("layer", "NVIDIA H200").find("step1", (4, 2), tried[:1]) is None  # one that is no longer tried
-    for text in ("", "[1, 2]", '{"step1 4x2": 3}', '{"step1 4x2": {"rows": 3}}', "\0"):
-        file.write_text(text)
-        choices = Choices("layer", "NVIDIA H200")
-        assert choices.find("step1", (4, 2), tried) is None
-    choices.keep("step1", (4, 2), tried[2])
-    assert Choices("layer", "NVIDIA H200").find("step1", (4, 2), tried) == tried[2]
+    assert all(line.endswith(" 0 timed") for line in second)

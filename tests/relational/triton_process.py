@@ -7,18 +7,29 @@ import sys
 from unittest import mock
 
 import torch
-from relational_layers import heads, many_functions, plain, random_graph, rgat, rgcn, tensors
+from relational_layers import (
+    application_of,
+    heads,
+    many_functions,
+    operands_of,
+    plain,
+    random_graph,
+    rgat,
+    rgcn,
+    tensors,
+)
 
 from penstock import relational
 from penstock.relational import _run, _triton
-from penstock.relational._tune import Choices, Schedule
+from penstock.relational._elementwise import FUNCTIONS
+from penstock.relational._tune import Choices, RowSchedule
 
 LAYERS = {"rgcn": rgcn, "rgat": rgat, "heads": heads, "many_functions": many_functions}
 # Every pair of values of every two passes occurs.
 PAIRWISE = [(True, True, True), (True, False, False), (False, True, False), (False, False, True)]
 # One instance for each group, and one for several, each with groups of three rows and more in parts.
-SCHEDULES = [Schedule(4, lanes=False, split=8, warps=4), Schedule(8, lanes=True, split=8, warps=4)]
-ONE_ROW = Schedule(1, lanes=False, split=8, warps=4)
+SCHEDULES = [RowSchedule(4, lanes=False, split=8, warps=4), RowSchedule(8, lanes=True, split=8, warps=4)]
+ONE_ROW = RowSchedule(1, lanes=False, split=8, warps=4)
 
 
 @relational.layer
@@ -37,9 +48,9 @@ def largest(g, x, weight):
     for e in g.edges():
         message = x[e.src] @ weight[e.etype]
     for n in g.nodes():
-        found = n.max(message)
-        result = relational.concat(found, n.sum(relational.tanh(message)))
-    return result, found
+        most = n.max(message)
+        result = relational.concat(most, n.sum(relational.tanh(message)))
+    return result, most
 
 
 def corners():
@@ -54,27 +65,44 @@ def corners():
         compare(largest, graph, dtype, tolerance, x, weight)
 
 
-def compare(one, graph, dtype, tolerance, *inputs):
+def functions():
+    """Every function of the table, beside PyTorch."""
+    generator = torch.Generator().manual_seed(6)
+    graph = random_graph(7, 30, 3, generator)
+    for record in FUNCTIONS.values():
+        operands = operands_of(record, graph, torch.float32, generator)
+        if record.derivative is None:
+            actual, expected = (
+                application_of(record).with_options(emitter=emitter)(graph, *operands)
+                for emitter in ("triton", "eager")
+            )
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+            print("equal", record.name, flush=True)
+        else:
+            compare(application_of(record), graph, torch.float32, 1e-4, *operands)
+
+
+def compare(compiled, graph, dtype, tolerance, *inputs):
     """With the eager emitter in float32, of the same rounded inputs."""
-    found = []
+    results = []
     for emitter, kind in (("triton", dtype), ("eager", torch.float32)):
-        given = [value.to(dtype).to(kind).requires_grad_() for value in inputs]
-        result = one.with_options(emitter=emitter)(graph, *given)
+        rounded = [value.to(dtype).to(kind).requires_grad_() for value in inputs]
+        result = compiled.with_options(emitter=emitter)(graph, *rounded)
         result = result if isinstance(result, tuple) else (result,)
         total = sum((value.float() * torch.linspace(-1, 1, value.numel()).view_as(value)).sum() for value in result)
-        found.append([*result, *torch.autograd.grad(total, given)])
-    for mine, theirs in zip(*found, strict=True):
+        results.append([*result, *torch.autograd.grad(total, rounded, materialize_grads=True)])
+    for mine, theirs in zip(*results, strict=True):
         assert mine.dtype is dtype
         torch.testing.assert_close(mine.float(), theirs, rtol=tolerance, atol=tolerance)
-    print("equal", one.__name__, dtype, flush=True)
+    print("equal", compiled.__name__, dtype, flush=True)
 
 
 def equality():
     """The layers of the tests under pairs of passes, groups whole and in parts, no edges at all."""
     generator = torch.Generator().manual_seed(0)
-    for (name, one), (number, passes) in itertools.product(LAYERS.items(), enumerate(PAIRWISE)):
+    for (name, function), (number, passes) in itertools.product(LAYERS.items(), enumerate(PAIRWISE)):
         options = dict(zip(("compact", "reorder", "sum_first"), passes, strict=True))
-        compiled = one.with_options(emitter="triton", **options)
+        compiled = function.with_options(emitter="triton", **options)
         for num_edges, schedule in ((40, SCHEDULES[number % 2]), (0, SCHEDULES[0])):
             graph = random_graph(7, num_edges, 3, generator, hub=True)
             with scheduled(schedule):
@@ -85,12 +113,12 @@ def equality():
 def layers():
     """Every layer that is shipped, beside its eager self: results and gradients, dropout's zeros included."""
     for number, (name, call) in enumerate(shipped()):
-        found = []
+        results = []
         for emitter in ("triton", "eager"):
             with only(emitter), scheduled(SCHEDULES[number % 2]):
-                found.append(call(torch.float32))
-        for one, other in zip(*found, strict=True):
-            torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-4)
+                results.append(call(torch.float32))
+        for mine, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=2e-4, atol=2e-4)
         print("equal", name, flush=True)
 
 
@@ -101,12 +129,12 @@ def half():
     for dtype, tolerance in ((torch.float16, 4e-3), (torch.bfloat16, 3e-2)):
         for name, call in shipped():
             with only("triton"):
-                found = call(dtype)
+                actual = call(dtype)
             with only("eager"):
                 expected = call(torch.float32)
-            for one, other in zip(found, expected, strict=True):
-                assert one.dtype is dtype, (name, one.dtype)
-                torch.testing.assert_close(one.float(), other, rtol=tolerance * 4, atol=tolerance * 4)
+            for mine, theirs in zip(actual, expected, strict=True):
+                assert mine.dtype is dtype, (name, mine.dtype)
+                torch.testing.assert_close(mine.float(), theirs, rtol=tolerance * 4, atol=tolerance * 4)
             print("equal", name, dtype, flush=True)
 
 
@@ -114,15 +142,15 @@ def repeated():
     """The same bits again; another schedule adds in another order."""
     generator = torch.Generator().manual_seed(4)
     graph = random_graph(9, 60, 3, generator, hub=True)
-    for name, one in LAYERS.items():
+    for name, compiled in LAYERS.items():
         arguments = tensors(name, graph, 5, torch.float32, generator)
-        found = []
+        results = []
         for schedule in (SCHEDULES[0], SCHEDULES[0], SCHEDULES[1]):
             with scheduled(schedule):
-                result = one.with_options(emitter="triton")(graph, **arguments)
-            found.append(result[0] if isinstance(result, tuple) else result)
-        assert torch.equal(found[0], found[1])
-        torch.testing.assert_close(found[0], found[2], rtol=1e-4, atol=1e-4)
+                result = compiled.with_options(emitter="triton")(graph, **arguments)
+            results.append(result[0] if isinstance(result, tuple) else result)
+        assert torch.equal(results[0], results[1])
+        torch.testing.assert_close(results[0], results[2], rtol=1e-4, atol=1e-4)
         print("equal", name, flush=True)
 
 
@@ -136,15 +164,15 @@ def compile_all():
     seen = set()
 
     def launch(kernel, grid, arguments, constants, *, warps):
-        types = [names[one.dtype] if isinstance(one, torch.Tensor) else "i32" for one in arguments]
+        types = [names[value.dtype] if isinstance(value, torch.Tensor) else "i32" for value in arguments]
         key = (kernel.src, tuple(types), tuple(constants.items()), warps)
         if key in seen:
             return
         seen.add(key)
         signature = dict(zip(kernel.arg_names, [*types, *["constexpr"] * len(constants)], strict=True))
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-        assert ".target sm_90" in made.asm["ptx"]
+        binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+        assert ".target sm_90" in binary.asm["ptx"]
         print("compiled", kernel.__name__, flush=True)
 
     with mock.patch.object(_triton, "launch", launch), only("triton"):
@@ -152,11 +180,11 @@ def compile_all():
             with scheduled(schedule):
                 call((torch.float32, torch.bfloat16, torch.float16)[number % 3])
         generator = torch.Generator().manual_seed(0)
-        for (name, one), schedule in itertools.product(LAYERS.items(), [*SCHEDULES, ONE_ROW]):
+        for (name, compiled), schedule in itertools.product(LAYERS.items(), [*SCHEDULES, ONE_ROW]):
             graph = random_graph(7, 40, 3, generator)
             with scheduled(schedule):
-                found = one(graph, **tensors(name, graph, 5, torch.float32, generator))
-                (found[0] if isinstance(found, tuple) else found).sum().backward()
+                result = compiled(graph, **tensors(name, graph, 5, torch.float32, generator))
+                (result[0] if isinstance(result, tuple) else result).sum().backward()
 
 
 def tuned():
@@ -192,8 +220,8 @@ def tuned():
             ),
         ):  # fmt: skip
             call(torch.float32)
-        generated = [one for one in functions if one.__module__.startswith("relational_layer_")]
-        num_variants = sum(len(one.device_caches[0][0]) for one in generated)
+        generated = [function for function in functions if function.__module__.startswith("relational_layer_")]
+        num_variants = sum(len(function.device_caches[0][0]) for function in generated)
         print("tuned", len(generated), "kernels", num_variants, "variants", len(timed), "timed", flush=True)
 
 
@@ -205,7 +233,7 @@ def shipped():
     x = torch.linspace(-1, 1, 54).reshape(9, 6).sin()
     edge_attr = torch.randn(40, 2, generator=generator)
     per_relation = "within-relation"
-    made = {
+    makers = {
         "RGCNConv": lambda: relational.RGCNConv(6, 20, 3),
         "RGCNConv bases": lambda: relational.RGCNConv(6, 20, 3, num_bases=2),
         "RGCNConv blocks": lambda: relational.RGCNConv(6, 20, 3, num_blocks=2),
@@ -220,7 +248,7 @@ def shipped():
         "SimpleHGNConv": lambda: relational.SimpleHGNConv(6, 20, 3, heads=2),
         "RGraphSAGEConv": lambda: relational.RGraphSAGEConv(6, 20, 3),
     }
-    for name, make in made.items():
+    for name, make in makers.items():
         torch.manual_seed(2)
         layer = make()
         if name.startswith("CompGCN"):
@@ -246,13 +274,13 @@ def bound(layer, call, *inputs):
 def gradients(layer, dtype, call, *inputs):
     torch.manual_seed(3)
     layer.to(dtype)
-    given = [one.to(dtype).requires_grad_() for one in inputs]
-    found = call(layer, *given)
-    weight = torch.linspace(-1, 1, found.numel()).reshape(found.shape).to(dtype)
-    wanted = [*given, *layer.parameters()]
-    result = [found.detach(), *torch.autograd.grad((found * weight).sum(), wanted, allow_unused=True)]
+    rounded = [tensor.to(dtype).requires_grad_() for tensor in inputs]
+    actual = call(layer, *rounded)
+    weight = torch.linspace(-1, 1, actual.numel()).reshape(actual.shape).to(dtype)
+    wanted = [*rounded, *layer.parameters()]
+    result = [actual.detach(), *torch.autograd.grad((actual * weight).sum(), wanted, allow_unused=True)]
     layer.float()
-    return [one for one in result if one is not None]
+    return [value for value in result if value is not None]
 
 
 @contextlib.contextmanager
@@ -262,7 +290,7 @@ def only(emitter):
 
     def forgetful(*args):
         traced = trace(*args)
-        traced.variants.clear()
+        traced.programs.clear()
         return traced
 
     with mock.patch.object(_run, "_chosen", return_value=emitter), mock.patch.object(_run.Layer, "_trace", forgetful):
@@ -276,20 +304,20 @@ def scheduled(schedule):
 
 
 def check(name, compiled, graph, arguments, generator, tolerance=1e-4):
-    found = compiled(graph, **arguments)
-    found = found if isinstance(found, tuple) else (found,)
-    double = {key: one.detach().double().requires_grad_() for key, one in arguments.items()}
+    actual = compiled(graph, **arguments)
+    actual = actual if isinstance(actual, tuple) else (actual,)
+    double = {key: value.detach().double().requires_grad_() for key, value in arguments.items()}
     expected = plain(name, graph, double)
-    weights = [torch.randn(one.shape, dtype=torch.float64, generator=generator) for one in expected]
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.double(), other, rtol=tolerance, atol=tolerance)
+    weights = [torch.randn(value.shape, dtype=torch.float64, generator=generator) for value in expected]
+    for mine, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=tolerance, atol=tolerance)
     gradients = [
-        torch.autograd.grad(sum((one * weight).sum() for one, weight in zip(outputs, weights, strict=True)), inputs)
-        for outputs, inputs in ((found, list(arguments.values())), (expected, list(double.values())))
+        torch.autograd.grad(sum((value * weight).sum() for value, weight in zip(outputs, weights, strict=True)), inputs)
+        for outputs, inputs in ((actual, list(arguments.values())), (expected, list(double.values())))
     ]
-    for key, one, other in zip(arguments, *gradients, strict=True):
+    for key, mine, theirs in zip(arguments, *gradients, strict=True):
         torch.testing.assert_close(
-            one.double(), other, rtol=tolerance, atol=tolerance, msg=lambda text, key=key: f"{key}: {text}"
+            mine.double(), theirs, rtol=tolerance, atol=tolerance, msg=lambda text, key=key: f"{key}: {text}"
         )
 
 

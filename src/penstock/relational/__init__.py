@@ -17,7 +17,8 @@ torch.Size([3, 8])
 
 A layer is traced to an IR over domains (`_domain`, `_ir`), rewritten (`_passes`), differentiated (`_differentiate`),
 lowered (`_lower`), and run step by step (`_steps`): by generated C and a BLAS (`_emit_c`, `_native`), by Triton
-(`_emit_triton`, `_triton`), or by PyTorch (`_eager`).
+(`_emit_triton`, `_triton`), or by PyTorch (`_eager`). Element-wise functions are records of one table
+(`_elementwise`).
 """
 
 from penstock.relational._graph import RelationalGraph as RelationalGraph

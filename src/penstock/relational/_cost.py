@@ -27,36 +27,40 @@ class Cost:
 
 def cost(lowered: Lowered, number: int, graph: RelationalGraph, element_bytes: int) -> Cost:
     """Return the cost of the step with that number."""
-    program, step = lowered.program, lowered.steps[number]
+    program, step, indexes = lowered.program, lowered.steps[number], graph.indexes
 
-    def size(at: int) -> int:
-        one = program[at]
-        return graph.count(one.domain) * math.prod(one.shape) * element_bytes
+    def size(place: int) -> int:
+        operation = program[place]
+        return indexes.count(operation.domain) * math.prod(operation.shape) * element_bytes
 
-    def traversal(one: Traversal, *, writes: bool) -> Cost:
-        rows = graph.count(one.over)
-        computed, read = _closure(lowered, one)
-        looked_up = {program[at].domain for at in read} - {one.over, one.by, Domain.ONE}
-        moved = sum(map(size, {*read, *(one.roots if writes else ())}))
-        moved += rows * _INDEX_BYTES * (len(looked_up) + (one.by is not None))
-        return Cost(rows * sum(_flops_of_a_row(lowered, program[at]) for at in computed), moved)
+    def cost_of(traversal: Traversal, *, writes: bool) -> Cost:
+        rows = indexes.count(traversal.over)
+        computed, read = _closure(lowered, traversal)
+        looked_up = {program[place].domain for place in read} - {traversal.over, traversal.by, Domain.ONE}
+        moved = sum(map(size, {*read, *(traversal.roots if writes else ())}))
+        moved += rows * _INDEX_BYTES * (len(looked_up) + (traversal.by is not None))
+        return Cost(rows * sum(_flops_of_a_row(lowered, program[place]) for place in computed), moved)
 
     if isinstance(step, Traversal):
-        return traversal(step, writes=True)
-    one = program[step.place]
+        return cost_of(step, writes=True)
+    operation = program[step.place]
     if isinstance(step, BlockedSum):
         left, matrix = program[step.product].operands
-        rows = graph.count(program[step.product].domain)
-        flops = rows * (_flops_of_a_row(lowered, program[step.product]) + _flops_of_a_row(lowered, one))
+        rows = indexes.count(program[step.product].domain)
+        flops = rows * (_flops_of_a_row(lowered, program[step.product]) + _flops_of_a_row(lowered, operation))
         moved = size(matrix) + size(step.place) * (1 if step.onto is None else 2) + rows * _INDEX_BYTES
-        before = Cost(0, size(left)) if step.rows is None else traversal(step.rows, writes=False)
+        before = Cost(0, size(left)) if step.rows is None else cost_of(step.rows, writes=False)
         return Cost(flops + before.flops, moved + before.bytes)
-    moved = size(step.place) + sum(size(at) for at in one.operands if not isinstance(program[at], Constant))
-    over = one.over if isinstance(one, OuterSum | Reduce | Count) else one.domain
-    rows = graph.count(over)
+    moved = size(step.place) + sum(
+        size(place) for place in operation.operands if not isinstance(program[place], Constant)
+    )
+    over = operation.over if isinstance(operation, OuterSum | Reduce | Count) else operation.domain
+    rows = indexes.count(over)
     if isinstance(step, Product | Outer):
-        moved += _INDEX_BYTES * rows * sum(program[at].domain not in (over, Domain.ONE) for at in one.operands)
-    return Cost(rows * _flops_of_a_row(lowered, one), moved)
+        moved += (
+            _INDEX_BYTES * rows * sum(program[place].domain not in (over, Domain.ONE) for place in operation.operands)
+        )
+    return Cost(rows * _flops_of_a_row(lowered, operation), moved)
 
 
 def _closure(lowered: Lowered, step: Traversal) -> tuple[set[int], set[int]]:
@@ -64,28 +68,28 @@ def _closure(lowered: Lowered, step: Traversal) -> tuple[set[int], set[int]]:
     program = lowered.program
     computed, read, stack = set(step.roots), set(), list(step.roots)
     while stack:
-        for at in program[stack.pop()].operands:
-            one = program[at]
-            if isinstance(one, Constant) or at in computed:
+        for place in program[stack.pop()].operands:
+            operation = program[place]
+            if isinstance(operation, Constant) or place in computed:
                 continue
-            if at in lowered.stored:
-                read.add(one.operands[0] if isinstance(one, SameRows) else at)
+            if place in lowered.stored:
+                read.add(operation.operands[0] if isinstance(operation, SameRows) else place)
             else:
-                computed.add(at)
-                stack.append(at)
+                computed.add(place)
+                stack.append(place)
     return computed, read
 
 
-def _flops_of_a_row(lowered: Lowered, one: Operation) -> int:
+def _flops_of_a_row(lowered: Lowered, operation: Operation) -> int:
     program = lowered.program
-    match one:
+    match operation:
         case OuterSum():
-            return 2 * math.prod(one.shape)
+            return 2 * math.prod(operation.shape)
         case Matmul() | Dot():
-            return 2 * program[one.operands[0]].shape[-1] * math.prod(one.shape)
+            return 2 * program[operation.operands[0]].shape[-1] * math.prod(operation.shape)
         case SumTo():
-            return math.prod(program[one.operands[0]].shape)
+            return math.prod(program[operation.operands[0]].shape)
         case Map() | Reduce():
-            return math.prod(one.shape)
+            return math.prod(operation.shape)
         case _:
             return 0

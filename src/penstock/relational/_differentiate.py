@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from penstock.errors import InternalError
 from penstock.relational._domain import Domain, common
+from penstock.relational._elementwise import FUNCTIONS, Application, Term
 from penstock.relational._ir import (
     Builder,
     Concat,
@@ -63,26 +64,28 @@ def differentiate(program: Program, wanted: Sequence[int]) -> Derivative:
     builder = Builder(program.operations)
     chain = _Chain(builder)
     reached = _reached(program, wanted)
-    for number, at in enumerate(program.outputs):
-        one = program[at]
-        given = builder.add(Input(domain=one.domain, shape=one.shape, name=GRADIENT.format(number)))
-        chain.contribute(at, given)
-    for at in reversed(range(len(program))):
-        if at in chain.gradients and at in reached and program[at].operands:
-            _RULES[type(program[at])](chain, program[at], at, chain.gradients[at])
-    gradients = [chain.gradients.get(at) for at in wanted]
-    places = [chain.zero(at) if found is None else found for at, found in zip(wanted, gradients, strict=True)]
+    for number, place in enumerate(program.outputs):
+        operation = program[place]
+        gradient = builder.add(Input(domain=operation.domain, shape=operation.shape, name=GRADIENT.format(number)))
+        chain.contribute(place, gradient)
+    for place in reversed(range(len(program))):
+        if place in chain.gradients and place in reached and program[place].operands:
+            _RULES[type(program[place])](chain, program[place], place, chain.gradients[place])
+    gradients = [chain.gradients.get(place) for place in wanted]
+    places = [
+        chain.zero(place) if gradient is None else gradient for place, gradient in zip(wanted, gradients, strict=True)
+    ]
     joint = Program(tuple(builder.operations), (*program.outputs, *places))
     return Derivative(joint, len(program.outputs), tuple(wanted))
 
 
 def _reached(program: Program, wanted: Sequence[int]) -> set[int]:
     """Return the values that depend on a wanted input."""
-    found = set(wanted)
-    for at, one in enumerate(program.operations):
-        if found & set(one.operands):
-            found.add(at)
-    return found
+    reached = set(wanted)
+    for place, operation in enumerate(program.operations):
+        if reached & set(operation.operands):
+            reached.add(place)
+    return reached
 
 
 class _Chain:
@@ -92,41 +95,41 @@ class _Chain:
         self.builder = builder
         self.gradients: dict[int, int] = {}
 
-    def contribute(self, at: int, place: int, over: Domain | None = None) -> None:
-        """Add the value at ``place``, read by rows of ``over``, to the gradient of the value at ``at``."""
-        builder, value = self.builder, self.builder[at]
+    def contribute(self, operand: int, place: int, over: Domain | None = None) -> None:
+        """Add the value at ``place``, read by rows of ``over``, to the gradient of ``operand``."""
+        builder, value = self.builder, self.builder[operand]
         over = builder[place].domain if over is None else over
         if builder[place].shape != value.shape:
             place = self.summed_to(place, value.shape)
         if over is not value.domain:
             shape = builder[place].shape
             place = builder.add(Reduce(domain=value.domain, shape=shape, operands=(place,), over=over))
-        before = self.gradients.get(at)
-        self.gradients[at] = place if before is None else self.map("add", before, place)
+        before = self.gradients.get(operand)
+        self.gradients[operand] = place if before is None else self.map("add", before, place)
 
     def summed_to(self, place: int, shape: Shape) -> int:
         """Return the value summed over the dimensions that broadcasting added, or broadcast to those that it lacks."""
         builder = self.builder
-        found = builder[place].shape
-        if broadcast(found, shape) != found:  # smaller than the value it is the gradient of
+        current = builder[place].shape
+        if broadcast(current, shape) != current:  # smaller than the value it is the gradient of
             zero = builder.add(Constant(domain=Domain.ONE, shape=shape, value=0.0))
             return builder.map("add", place, zero, domain=builder[place].domain)
         return builder.add(SumTo(domain=builder[place].domain, shape=shape, operands=(place,)))
 
     def map(self, function: str, *operands: int, parameter: float = 0.0) -> int:
         """Add an element-wise function, for as few rows as its operands need."""
-        narrow = common(self.builder[one].domain for one in operands)
+        narrow = common(self.builder[operand].domain for operand in operands)
         return self.builder.map(function, *operands, domain=narrow, parameter=parameter)
 
     def constant(self, value: float) -> int:
         """Add a constant."""
         return self.builder.add(Constant(domain=Domain.ONE, shape=(), value=value))
 
-    def zero(self, at: int) -> int:
+    def zero(self, place: int) -> int:
         """Add the zero gradient of a value that no output depends on."""
-        one = self.builder[at]
-        zero = self.builder.add(Constant(domain=Domain.ONE, shape=one.shape, value=0.0))
-        return self.builder.map("add", zero, zero, domain=one.domain)
+        operation = self.builder[place]
+        zero = self.builder.add(Constant(domain=Domain.ONE, shape=operation.shape, value=0.0))
+        return self.builder.map("add", zero, zero, domain=operation.domain)
 
     def matmul(self, left: int, right: int, *, transposed: bool) -> int:
         """Add a matrix product, for as few rows as its operands need."""
@@ -136,166 +139,128 @@ class _Chain:
         return builder.add(Matmul(domain=domain, shape=shape, operands=(left, right), transposed=transposed))
 
 
-def _map(chain: _Chain, one: Operation, at: int, gradient: int) -> None:
-    assert isinstance(one, Map)
-
-    def product(other: int) -> int:
-        return chain.map("multiply", gradient, other)
-
-    def slope(function: str, operand: int) -> int:
-        return chain.map(function, operand, parameter=one.parameter)
-
-    operands = one.operands
-    first, last = operands[0], operands[-1]
-    match one.function:
-        case "add":
-            parts = [gradient, gradient]
-        case "subtract":
-            parts = [gradient, chain.map("negate", gradient)]
-        case "multiply":
-            parts = [product(last), product(first)]
-        case "divide":
-            share = chain.map("divide", gradient, last)
-            parts = [share, chain.map("negate", chain.map("multiply", share, at))]
-        case "negate":
-            parts = [chain.map("negate", gradient)]
-        case "maximum":
-            larger = chain.map("greater", first, last)
-            half = chain.map("multiply", chain.map("equal", first, last), chain.constant(0.5))
-            share = chain.map("add", larger, half)
-            rest = chain.map("subtract", chain.constant(1.0), share)
-            parts = [product(share), product(rest)]
-        case "exp":
-            parts = [product(at)]
-        case "log":
-            parts = [chain.map("divide", gradient, first)]
-        case "sqrt":
-            half = chain.map("multiply", gradient, chain.constant(0.5))
-            parts = [chain.map("divide", half, at)]
-        case "tanh" | "sigmoid":
-            square = chain.map("multiply", at, at)
-            from_ = chain.constant(1.0) if one.function == "tanh" else at
-            parts = [product(chain.map("subtract", from_, square))]
-        case "relu":
-            parts = [product(chain.map("greater", first, chain.constant(0.0)))]
-        case "leaky_relu" | "elu" | "gelu":
-            parts = [product(slope(f"{one.function}_slope", first))]
-        case "abs":
-            parts = [product(chain.map("sign", first))]
-        case "stop_gradient" | "sign" | "equal" | "greater" | "is_largest":
-            return
-        case _:
-            raise InternalError(f"{one.function} has no derivative")
-    for operand, part in zip(operands, parts, strict=True):
-        chain.contribute(operand, part, one.domain)
+def _map(chain: _Chain, operation: Operation, result: int, gradient: int) -> None:
+    assert isinstance(operation, Map)
+    derivative = FUNCTIONS[operation.function].derivative
+    if derivative is None:
+        raise InternalError(f"{operation.function} has no derivative")
+    operands = tuple(Term(chain, operand) for operand in operation.operands)
+    parts = derivative(Application(Term(chain, gradient), Term(chain, result), operands, operation.parameter))
+    if parts:
+        for operand, part in zip(operation.operands, parts, strict=True):
+            chain.contribute(operand, part.place, operation.domain)
 
 
-def _matmul(chain: _Chain, one: Operation, at: int, gradient: int) -> None:
-    assert isinstance(one, Matmul)
-    del at
-    row, matrix = one.operands
-    chain.contribute(row, chain.matmul(gradient, matrix, transposed=not one.transposed), one.domain)
-    left, right = (gradient, row) if one.transposed else (row, gradient)
+def _matmul(chain: _Chain, operation: Operation, result: int, gradient: int) -> None:
+    assert isinstance(operation, Matmul)
+    del result
+    row, matrix = operation.operands
+    chain.contribute(row, chain.matmul(gradient, matrix, transposed=not operation.transposed), operation.domain)
+    left, right = (gradient, row) if operation.transposed else (row, gradient)
     builder = chain.builder
     shapes = builder[left].shape, builder[right].shape
     full = (*broadcast(shapes[0][:-1], shapes[1][:-1]), shapes[0][-1], shapes[1][-1])
     domain = builder[matrix].domain
-    place = builder.add(OuterSum(domain=domain, shape=full, operands=(left, right), over=one.domain))
+    place = builder.add(OuterSum(domain=domain, shape=full, operands=(left, right), over=operation.domain))
     chain.contribute(matrix, place, domain)
 
 
-def _dot(chain: _Chain, one: Operation, at: int, gradient: int) -> None:
-    del at
+def _dot(chain: _Chain, operation: Operation, result: int, gradient: int) -> None:
+    del result
     builder = chain.builder
     shape = builder[gradient].shape
     column = builder.add(Reshape(domain=builder[gradient].domain, shape=(*shape, 1), operands=(gradient,)))
-    left, right = one.operands
-    chain.contribute(left, chain.map("multiply", column, right), one.domain)
-    chain.contribute(right, chain.map("multiply", column, left), one.domain)
+    left, right = operation.operands
+    chain.contribute(left, chain.map("multiply", column, right), operation.domain)
+    chain.contribute(right, chain.map("multiply", column, left), operation.domain)
 
 
-def _reshape(chain: _Chain, one: Operation, at: int, gradient: int) -> None:
-    del at
-    (operand,) = one.operands
+def _reshape(chain: _Chain, operation: Operation, result: int, gradient: int) -> None:
+    del result
+    (operand,) = operation.operands
     shape = chain.builder[operand].shape
     domain = chain.builder[gradient].domain
-    chain.contribute(operand, chain.builder.add(Reshape(domain=domain, shape=shape, operands=(gradient,))), one.domain)
+    chain.contribute(
+        operand, chain.builder.add(Reshape(domain=domain, shape=shape, operands=(gradient,))), operation.domain
+    )
 
 
-def _sum_to(chain: _Chain, one: Operation, at: int, gradient: int) -> None:
-    del at
-    chain.contribute(one.operands[0], gradient, one.domain)
+def _sum_to(chain: _Chain, operation: Operation, result: int, gradient: int) -> None:
+    del result
+    chain.contribute(operation.operands[0], gradient, operation.domain)
 
 
-def _slice(chain: _Chain, one: Operation, at: int, gradient: int) -> None:
-    assert isinstance(one, Slice)
-    del at
+def _slice(chain: _Chain, operation: Operation, result: int, gradient: int) -> None:
+    assert isinstance(operation, Slice)
+    del result
     builder = chain.builder
-    (operand,) = one.operands
+    (operand,) = operation.operands
     shape = builder[operand].shape
-    before, after = one.start, shape[-1] - one.start - one.shape[-1]
+    before, after = operation.start, shape[-1] - operation.start - operation.shape[-1]
     parts = [
         builder.add(Constant(domain=Domain.ONE, shape=(*shape[:-1], size), value=0.0)) if size else None
         for size in (before, after)
     ]
     places = tuple(place for place in (parts[0], gradient, parts[1]) if place is not None)
     domain = builder[gradient].domain
-    chain.contribute(operand, builder.add(Concat(domain=domain, shape=shape, operands=places)), one.domain)
+    chain.contribute(operand, builder.add(Concat(domain=domain, shape=shape, operands=places)), operation.domain)
 
 
-def _concat(chain: _Chain, one: Operation, at: int, gradient: int) -> None:
-    del at
+def _concat(chain: _Chain, operation: Operation, result: int, gradient: int) -> None:
+    del result
     builder, start = chain.builder, 0
     domain = builder[gradient].domain
-    for operand in one.operands:
+    for operand in operation.operands:
         shape = builder[operand].shape
         part = builder.add(Slice(domain=domain, shape=shape, operands=(gradient,), start=start))
-        chain.contribute(operand, part, one.domain)
+        chain.contribute(operand, part, operation.domain)
         start += shape[-1]
 
 
-def _reduce(chain: _Chain, one: Operation, at: int, gradient: int) -> None:
-    assert isinstance(one, Reduce)
-    (operand,) = one.operands
-    if one.kind == "sum":
-        chain.contribute(operand, gradient, one.over)
+def _reduce(chain: _Chain, operation: Operation, result: int, gradient: int) -> None:
+    assert isinstance(operation, Reduce)
+    (operand,) = operation.operands
+    if operation.kind == "sum":
+        chain.contribute(operand, gradient, operation.over)
         return
     builder = chain.builder
-    is_largest = builder.map("is_largest", operand, at, domain=one.over)
+    is_largest = builder.map("is_largest", operand, result, domain=operation.over)
     shape = builder[is_largest].shape
-    ties = builder.add(Reduce(domain=one.domain, shape=shape, operands=(is_largest,), over=one.over))
+    ties = builder.add(Reduce(domain=operation.domain, shape=shape, operands=(is_largest,), over=operation.over))
     one_at_least = builder.map(
-        "maximum", ties, builder.add(Constant(domain=Domain.ONE, shape=(), value=1.0)), domain=one.domain
+        "maximum", ties, builder.add(Constant(domain=Domain.ONE, shape=(), value=1.0)), domain=operation.domain
     )
     share = chain.map("divide", gradient, one_at_least)
-    chain.contribute(operand, builder.map("multiply", is_largest, share, domain=one.over), one.over)
+    chain.contribute(operand, builder.map("multiply", is_largest, share, domain=operation.over), operation.over)
 
 
-def _same_rows(chain: _Chain, one: Operation, at: int, gradient: int) -> None:
-    del at
-    (operand,) = one.operands
+def _same_rows(chain: _Chain, operation: Operation, result: int, gradient: int) -> None:
+    del result
+    (operand,) = operation.operands
     builder = chain.builder
     domain = builder[operand].domain
-    place = builder.add(SameRows(domain=domain, shape=one.shape, operands=(builder.widened(gradient, one.domain),)))
+    place = builder.add(
+        SameRows(domain=domain, shape=operation.shape, operands=(builder.widened(gradient, operation.domain),))
+    )
     chain.contribute(operand, place, domain)
 
 
-def _dropout(chain: _Chain, one: Operation, at: int, gradient: int) -> None:
-    assert isinstance(one, Dropout)
-    del at
-    operand, seed = one.operands
+def _dropout(chain: _Chain, operation: Operation, result: int, gradient: int) -> None:
+    assert isinstance(operation, Dropout)
+    del result
+    operand, seed = operation.operands
     again = Dropout(
-        domain=one.domain,
+        domain=operation.domain,
         shape=chain.builder[gradient].shape,
         operands=(gradient, seed),
-        probability=one.probability,
-        stream=one.stream,
+        probability=operation.probability,
+        stream=operation.stream,
     )
-    chain.contribute(operand, chain.builder.add(again), one.domain)
+    chain.contribute(operand, chain.builder.add(again), operation.domain)
 
 
-def _outer_sum(chain: _Chain, one: Operation, at: int, gradient: int) -> None:
-    del chain, one, at, gradient
+def _outer_sum(chain: _Chain, operation: Operation, result: int, gradient: int) -> None:
+    del chain, operation, result, gradient
     raise InternalError("a gradient cannot be differentiated again")
 
 
@@ -315,7 +280,7 @@ _RULES: dict[type[Operation], Callable[[_Chain, Operation, int, int], None]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Halves:
+class SplitDerivative:
     """A derivative, split into two programs."""
 
     forward: Program
@@ -329,7 +294,7 @@ class Halves:
     """Number of the layer's outputs."""
 
 
-def split(derivative: Derivative) -> Halves:
+def split(derivative: Derivative) -> SplitDerivative:
     """Split forward from backward; backward recomputes cheap values."""
     program = derivative.program
     needs_gradient = _depends_on_gradients(program)
@@ -338,37 +303,39 @@ def split(derivative: Derivative) -> Halves:
     results = program.outputs[: derivative.num_outputs]
     forward = Builder(program.operations).program([*results, *kept])
     builder, places = Builder(), []
-    for at, one in enumerate(program.operations):
-        if at in kept:
-            name = KEPT.format(kept.index(at))
-            places.append(builder.add(Input(domain=one.domain, shape=one.shape, name=name)))
+    for place, operation in enumerate(program.operations):
+        if place in kept:
+            name = KEPT.format(kept.index(place))
+            places.append(builder.add(Input(domain=operation.domain, shape=operation.shape, name=name)))
         else:
-            places.append(builder.add(rewritten(one, places)))
-    return Halves(forward, builder.program(places[at] for at in gradients), derivative.num_outputs)
+            places.append(builder.add(rewritten(operation, places)))
+    return SplitDerivative(forward, builder.program(places[place] for place in gradients), derivative.num_outputs)
 
 
 def _depends_on_gradients(program: Program) -> set[int]:
     prefix = GRADIENT.split("{", maxsplit=1)[0]
-    found = {at for at, one in program.inputs.items() if one.name.startswith(prefix)}
-    for at, one in enumerate(program.operations):
-        if found & set(one.operands):
-            found.add(at)
-    return found
+    dependent = {place for place, operation in program.inputs.items() if operation.name.startswith(prefix)}
+    for place, operation in enumerate(program.operations):
+        if dependent & set(operation.operands):
+            dependent.add(place)
+    return dependent
 
 
 def _kept(program: Program, needs_gradient: set[int], gradients: Sequence[int]) -> list[int]:
     """Return the costly values of forward that backward needs, either directly or to recompute a cheap value."""
     kept: dict[int, None] = {}
     seen: set[int] = set()
-    stack = [operand for at in needs_gradient for operand in program[at].operands if operand not in needs_gradient]
-    stack += [at for at in gradients if at not in needs_gradient]
+    stack = [
+        operand for place in needs_gradient for operand in program[place].operands if operand not in needs_gradient
+    ]
+    stack += [place for place in gradients if place not in needs_gradient]
     while stack:
-        at = stack.pop()
-        if at in seen:
+        place = stack.pop()
+        if place in seen:
             continue
-        seen.add(at)
-        if isinstance(program[at], Matmul | Reduce | Dot | OuterSum):
-            kept[at] = None
+        seen.add(place)
+        if isinstance(program[place], Matmul | Reduce | Dot | OuterSum):
+            kept[place] = None
         else:
-            stack.extend(program[at].operands)
+            stack.extend(program[place].operands)
     return sorted(kept)

@@ -40,7 +40,7 @@ class Domain(Enum):
 def common(domains: Iterable[Domain]) -> Domain:
     """Return the domain with the fewest rows that determines the rows of all ``domains``."""
     wanted = set(domains)
-    return next(one for one in _FROM_FEW_ROWS if all(one.tells(other) for other in wanted))
+    return next(candidate for candidate in _FROM_FEW_ROWS if all(candidate.tells(domain) for domain in wanted))
 
 
 ENDS = {Domain.SOURCE_AND_TYPE: Domain.SOURCE, Domain.TARGET_AND_TYPE: Domain.TARGET}

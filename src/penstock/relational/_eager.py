@@ -5,15 +5,15 @@ rows, so it takes the memory that the other emitters save.
 """
 
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
-from torch.nn import functional
 
 from penstock.errors import InternalError
 from penstock.relational._domain import Domain
+from penstock.relational._dropout import dropout_mask
+from penstock.relational._elementwise import FUNCTIONS
 from penstock.relational._ir import (
     Concat,
     Constant,
@@ -32,7 +32,6 @@ from penstock.relational._ir import (
     Slice,
     SumTo,
 )
-from penstock.relational._random import MASK, hashed
 
 
 class Rows(Protocol):
@@ -62,91 +61,92 @@ def run(
 
     ``inputs`` are tensors ``[rows, *shape]`` by name, or a function that returns the tensor of an input.
     """
-    find = inputs if callable(inputs) else lambda one: inputs[one.name]
-    machine = Machine(program, rows, dtype, device)
-    for at, one in enumerate(program.operations):
-        machine.values[at] = find(one) if isinstance(one, Input) else machine.compute(one)
-        machine.forget(at)
-    return [machine.values[at] for at in program.outputs]
+    find = inputs if callable(inputs) else lambda operation: inputs[operation.name]
+    interpreter = Interpreter(program, rows, dtype, device)
+    for place, operation in enumerate(program.operations):
+        interpreter.values[place] = find(operation) if isinstance(operation, Input) else interpreter.compute(operation)
+        interpreter.forget(place)
+    return [interpreter.values[place] for place in program.outputs]
 
 
-class Machine:
+class Interpreter:
     """The values so far; those that no later operation reads are dropped."""
 
     def __init__(self, program: Program, rows: Rows, dtype: torch.dtype, device: torch.device):
         self.program, self.rows, self.dtype, self.device = program, rows, dtype, device
         self.values: dict[int, torch.Tensor] = {}
         self._last_use: dict[int, int] = {}
-        for at, one in enumerate(program.operations):
-            for operand in one.operands:
-                self._last_use[operand] = at
-        for at in program.outputs:
-            self._last_use[at] = len(program)
+        for place, operation in enumerate(program.operations):
+            for operand in operation.operands:
+                self._last_use[operand] = place
+        for place in program.outputs:
+            self._last_use[place] = len(program)
 
-    def forget(self, at: int) -> None:
-        for operand in dict.fromkeys(self.program[at].operands):
-            if self._last_use[operand] == at:
+    def forget(self, place: int) -> None:
+        for operand in dict.fromkeys(self.program[place].operands):
+            if self._last_use[operand] == place:
                 del self.values[operand]
 
-    def compute(self, one: Operation) -> torch.Tensor:
-        match one:
+    def compute(self, operation: Operation) -> torch.Tensor:
+        match operation:
             case Constant():
-                return torch.full((1, *one.shape), one.value, dtype=self.dtype, device=self.device)
+                return torch.full((1, *operation.shape), operation.value, dtype=self.dtype, device=self.device)
             case Count():
-                ones = torch.ones(self.rows.count(one.over), dtype=self.dtype, device=self.device)
-                return self._reduced(ones, one.over, one.domain, "sum")
+                ones = torch.ones(self.rows.count(operation.over), dtype=self.dtype, device=self.device)
+                return self._reduced(ones, operation.over, operation.domain, "sum")
             case Reduce():
-                value = self._read(one.operands[0], one.over)
-                return self._reduced(value, one.over, one.domain, one.kind)
+                value = self._read(operation.operands[0], operation.over)
+                return self._reduced(value, operation.over, operation.domain, operation.kind)
             case OuterSum():
-                return self._outer_sum(one)
+                return self._outer_sum(operation)
             case Matmul():
-                return self._matmul(one)
+                return self._matmul(operation)
             case SameRows():
-                return self.values[one.operands[0]]
+                return self.values[operation.operands[0]]
             case _:
-                return self._row_by_row(one)
+                return self._row_by_row(operation)
 
-    def _row_by_row(self, one: Operation) -> torch.Tensor:
-        operands = [self._read(at, one.domain) for at in one.operands]
-        num_rows = self.rows.count(one.domain)
-        match one:
+    def _row_by_row(self, operation: Operation) -> torch.Tensor:
+        operands = [self._read(operand, operation.domain) for operand in operation.operands]
+        num_rows = self.rows.count(operation.domain)
+        match operation:
             case Map():
                 rank = max((value.dim() for value in operands), default=1)
                 aligned = [_with_rank(value, rank) for value in operands]
-                value = _FUNCTIONS[one.function](aligned, one.parameter)
-                return value.expand(num_rows, *one.shape)
+                value = FUNCTIONS[operation.function].eager(aligned, operation.parameter)
+                return value.expand(num_rows, *operation.shape)
             case Dot():
-                left, right = (_with_rank(value, max(one.dim() for one in operands)) for value in operands)
-                return (left * right).sum(-1).expand(num_rows, *one.shape)
+                rank = max(value.dim() for value in operands)
+                left, right = (_with_rank(value, rank) for value in operands)
+                return (left * right).sum(-1).expand(num_rows, *operation.shape)
             case Reshape():
-                return operands[0].expand(num_rows, *operands[0].shape[1:]).reshape(num_rows, *one.shape)
+                return operands[0].expand(num_rows, *operands[0].shape[1:]).reshape(num_rows, *operation.shape)
             case SumTo():
                 return (
                     operands[0]
-                    .sum_to_size(operands[0].shape[0], *_full(one.shape, operands[0].dim() - 1))
-                    .reshape(-1, *one.shape)
+                    .sum_to_size(operands[0].shape[0], *_full(operation.shape, operands[0].dim() - 1))
+                    .reshape(-1, *operation.shape)
                 )
             case Slice():
-                return operands[0][..., one.start : one.start + one.shape[-1]]
+                return operands[0][..., operation.start : operation.start + operation.shape[-1]]
             case Concat():
                 return torch.cat([value.expand(num_rows, *value.shape[1:]) for value in operands], dim=-1)
             case Dropout():
                 mask = dropout_mask(
                     num_rows,
-                    one.shape,
-                    int(self.values[one.operands[1]].item()),
-                    one.stream,
-                    one.probability,
+                    operation.shape,
+                    int(self.values[operation.operands[1]].item()),
+                    operation.stream,
+                    operation.probability,
                     self.device,
                 )
                 return operands[0] * mask.to(self.dtype)
             case _:
-                raise InternalError(f"the eager emitter does not know {type(one).__name__}")
+                raise InternalError(f"the eager emitter does not know {type(operation).__name__}")
 
-    def _read(self, at: int, domain: Domain) -> torch.Tensor:
+    def _read(self, place: int, domain: Domain) -> torch.Tensor:
         """Return the value looked up by rows of ``domain``: ``[rows, *shape]``, or ``[1, *shape]``."""
-        value, of = self.values[at], self.program[at].domain
+        value, of = self.values[place], self.program[place].domain
         if of is domain or of is Domain.ONE:
             return value
         index = self.rows.index(domain, of)
@@ -162,43 +162,43 @@ class Machine:
             return value.amax(0, keepdim=True) if num_rows else value.new_zeros(1, *value.shape[1:])
         index = self.rows.index(over, to)
         assert index is not None
-        found = value.new_zeros(self.rows.count(to), *value.shape[1:])
+        result = value.new_zeros(self.rows.count(to), *value.shape[1:])
         if kind == "sum":
-            return found.index_add_(0, index, value)
+            return result.index_add_(0, index, value)
         places = index.view(-1, *[1] * (value.dim() - 1)).expand_as(value)
-        return found.scatter_reduce_(0, places, value, "amax", include_self=False)
+        return result.scatter_reduce_(0, places, value, "amax", include_self=False)
 
-    def _matmul(self, one: Matmul) -> torch.Tensor:
-        left = self._read(one.operands[0], one.domain)
-        matrix, of = self.values[one.operands[1]], self.program[one.operands[1]].domain
-        matrix = matrix.transpose(-1, -2) if one.transposed else matrix
-        num_rows = self.rows.count(one.domain)
+    def _matmul(self, operation: Matmul) -> torch.Tensor:
+        left = self._read(operation.operands[0], operation.domain)
+        matrix, of = self.values[operation.operands[1]], self.program[operation.operands[1]].domain
+        matrix = matrix.transpose(-1, -2) if operation.transposed else matrix
+        num_rows = self.rows.count(operation.domain)
         left = left.expand(num_rows, *left.shape[1:])
         if of is Domain.ONE:
-            return _rows_times(left, matrix[0], one.shape)
-        if of is one.domain:
+            return _rows_times(left, matrix[0], operation.shape)
+        if of is operation.domain:
             rank = max(left.dim(), matrix.dim() - 1)
             left, matrix = _with_rank(left, rank), _with_rank(matrix, rank + 1)
-            return (left.unsqueeze(-2) @ matrix).squeeze(-2).expand(num_rows, *one.shape)
-        found = left.new_empty(num_rows, *one.shape)
-        for row, members in self._members(one.domain, of):
-            found[members] = _rows_times(left[members], matrix[row], one.shape)
-        return found
+            return (left.unsqueeze(-2) @ matrix).squeeze(-2).expand(num_rows, *operation.shape)
+        result = left.new_empty(num_rows, *operation.shape)
+        for row, members in self._members(operation.domain, of):
+            result[members] = _rows_times(left[members], matrix[row], operation.shape)
+        return result
 
-    def _outer_sum(self, one: OuterSum) -> torch.Tensor:
-        num_rows = self.rows.count(one.over)
-        left, right = (self._read(at, one.over) for at in one.operands)
+    def _outer_sum(self, operation: OuterSum) -> torch.Tensor:
+        num_rows = self.rows.count(operation.over)
+        left, right = (self._read(operand, operation.over) for operand in operation.operands)
         left, right = (value.expand(num_rows, *value.shape[1:]) for value in (left, right))
-        found = left.new_zeros(self.rows.count(one.domain), *one.shape)
-        if one.domain is one.over:
+        result = left.new_zeros(self.rows.count(operation.domain), *operation.shape)
+        if operation.domain is operation.over:
             rank = max(left.dim(), right.dim())
             return _with_rank(left, rank).unsqueeze(-1) * _with_rank(right, rank).unsqueeze(-2)
-        if one.domain is Domain.ONE:
-            found[0] = _outer(left, right, one.shape)
-            return found
-        for row, members in self._members(one.over, one.domain):
-            found[row] = _outer(left[members], right[members], one.shape)
-        return found
+        if operation.domain is Domain.ONE:
+            result[0] = _outer(left, right, operation.shape)
+            return result
+        for row, members in self._members(operation.over, operation.domain):
+            result[row] = _outer(left[members], right[members], operation.shape)
+        return result
 
     def _members(self, of: Domain, to: Domain) -> list[tuple[int, slice | torch.Tensor]]:
         """Return, for each row of ``to`` that has any, the rows of ``of`` that belong to it."""
@@ -211,21 +211,6 @@ class Machine:
         order = index.argsort(stable=True)
         sizes = index.bincount(minlength=self.rows.count(to)).tolist()
         return [(row, members) for row, members in enumerate(order.split(sizes)) if len(members)]
-
-
-def dropout_mask(
-    num_rows: int, shape: tuple[int, ...], seed: int, stream: int, probability: float, device: torch.device
-) -> torch.Tensor:
-    """Return 0 or ``1 / (1 - probability)`` for each element, float64 ``[num_rows, *shape]``.
-
-    A hash of row, column, stream and seed decides.
-    """
-    size = math.prod(shape)
-    row = torch.arange(num_rows, device=device).unsqueeze(1)
-    column = torch.arange(size, device=device).unsqueeze(0)
-    mixed = hashed(hashed(row + ((seed & MASK) ^ hashed(stream))) + column)
-    keep = mixed >= int(probability * 2**32)
-    return (keep.double() / (1 - probability)).reshape(num_rows, *shape)
 
 
 def _rows_times(left: torch.Tensor, matrix: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -250,42 +235,3 @@ def _with_rank(value: torch.Tensor, rank: int) -> torch.Tensor:
 
 def _full(shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
     return (1,) * (rank - len(shape)) + shape
-
-
-def _elu_slope(value: torch.Tensor) -> torch.Tensor:
-    return torch.where(value > 0, 1.0, value.exp()).to(value.dtype)
-
-
-def _gelu_slope(value: torch.Tensor) -> torch.Tensor:
-    density = torch.exp(-0.5 * value * value) * 0.3989422804014327
-    return 0.5 * (1 + torch.erf(value * 0.7071067811865476)) + value * density
-
-
-_Function = Callable[[Sequence[torch.Tensor], float], torch.Tensor]
-_FUNCTIONS: dict[str, _Function] = {
-    "add": lambda x, _: x[0] + x[1],
-    "subtract": lambda x, _: x[0] - x[1],
-    "multiply": lambda x, _: x[0] * x[1],
-    "divide": lambda x, _: x[0] / x[1],
-    "negate": lambda x, _: -x[0],
-    "maximum": lambda x, _: torch.maximum(x[0], x[1]),
-    "exp": lambda x, _: x[0].exp(),
-    "log": lambda x, _: x[0].log(),
-    "sqrt": lambda x, _: x[0].sqrt(),
-    "reciprocal": lambda x, _: x[0].reciprocal(),
-    "tanh": lambda x, _: x[0].tanh(),
-    "sigmoid": lambda x, _: x[0].sigmoid(),
-    "gelu": lambda x, _: functional.gelu(x[0]),
-    "gelu_slope": lambda x, _: _gelu_slope(x[0]),
-    "relu": lambda x, _: x[0].relu(),
-    "leaky_relu": lambda x, slope: functional.leaky_relu(x[0], slope),
-    "leaky_relu_slope": lambda x, slope: torch.ones_like(x[0]).masked_fill_(x[0] <= 0, slope),
-    "elu": lambda x, _: functional.elu(x[0]),
-    "elu_slope": lambda x, _: _elu_slope(x[0]),
-    "abs": lambda x, _: x[0].abs(),
-    "sign": lambda x, _: x[0].sign(),
-    "equal": lambda x, _: (x[0] == x[1]).to(x[0].dtype),
-    "is_largest": lambda x, _: (x[0] == x[1]).to(x[0].dtype),
-    "greater": lambda x, _: (x[0] > x[1]).to(x[0].dtype),
-    "stop_gradient": lambda x, _: x[0],
-}

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from penstock.errors import InternalError
 from penstock.relational._domain import Domain
+from penstock.relational._dropout import C_SOURCE, hashed, limit_of, scale_of
+from penstock.relational._elementwise import C_MATH, FUNCTIONS
 from penstock.relational._ir import (
     Concat,
     Constant,
@@ -26,7 +28,6 @@ from penstock.relational._ir import (
     SumTo,
 )
 from penstock.relational._lower import BlockedSum, Kernel, Lowered, Traversal
-from penstock.relational._random import hashed
 
 _SIMD = '_Pragma("omp simd reduction(+:sum)")'
 MOST_LOCAL = 16
@@ -48,22 +49,8 @@ typedef struct {
 
 enum { AHEAD = 8 };
 
-static inline uint32_t mix(uint32_t x) {
-    x ^= x >> 16;
-    x *= 0x7feb352du;
-    x ^= x >> 15;
-    x *= 0x846ca68bu;
-    return x ^ (x >> 16);
-}
-
-static inline real dropped(int64_t row, int64_t column, uint32_t seed, uint32_t stream, uint32_t limit, real scale) {
-    return mix(mix((uint32_t)row + (seed ^ stream)) + (uint32_t)column) >= limit ? scale : 0;
-}
-
-static inline real gelu_slope(real x) {
-    return (real)0.5 * (1 + ERF(x * (real)0.7071067811865476)) + x * EXP((real)-0.5 * x * x) * (real)0.3989422804014327;
-}
-
+@DROPOUT
+@HELPERS
 static int64_t group_of(const int64_t *starts, int64_t num_groups, int64_t position) {
     int64_t low = 0, high = num_groups - 1;
     while (low < high) {
@@ -76,39 +63,8 @@ static int64_t group_of(const int64_t *starts, int64_t num_groups, int64_t posit
     return low;
 }
 """
-_REAL = {
-    "float32": "#define real float\n#define EXP expf\n#define LOG logf\n#define SQRT sqrtf\n#define TANH tanhf\n"
-    "#define ERF erff\n#define FABS fabsf\n",
-    "float64": "#define real double\n#define EXP exp\n#define LOG log\n#define SQRT sqrt\n#define TANH tanh\n"
-    "#define ERF erf\n#define FABS fabs\n",
-}
-_FUNCTIONS = {
-    "add": "({0} + {1})",
-    "subtract": "({0} - {1})",
-    "multiply": "({0} * {1})",
-    "divide": "({0} / {1})",
-    "negate": "(-{0})",
-    "maximum": "({0} > {1} || {0} != {0} ? {0} : {1})",
-    "exp": "EXP({0})",
-    "log": "LOG({0})",
-    "sqrt": "SQRT({0})",
-    "reciprocal": "(1 / {0})",
-    "tanh": "TANH({0})",
-    "sigmoid": "(1 / (1 + EXP(-{0})))",
-    "gelu": "((real)0.5 * {0} * (1 + ERF({0} * (real)0.7071067811865476)))",
-    "gelu_slope": "gelu_slope({0})",
-    "relu": "({0} < 0 ? 0 : {0})",
-    "leaky_relu": "({0} > 0 ? {0} : (real){p} * {0})",
-    "leaky_relu_slope": "({0} > 0 ? (real)1 : (real){p})",
-    "elu": "({0} > 0 ? {0} : EXP({0}) - 1)",
-    "elu_slope": "({0} > 0 ? (real)1 : EXP({0}))",
-    "abs": "FABS({0})",
-    "sign": "((real)(({0} > 0) - ({0} < 0)))",
-    "equal": "((real)({0} == {1}))",
-    "is_largest": "((real)({0} == {1}))",
-    "greater": "((real)({0} > {1}))",
-    "stop_gradient": "{0}",
-}
+_DTYPES = {"float32": ("float", "f"), "float64": ("double", "")}
+"""Types in C by dtype, and the suffix of the math library's functions for them."""
 
 
 def emit(lowered: Lowered, dtype: str) -> tuple[str, dict[int, Kernel]]:
@@ -116,48 +72,49 @@ def emit(lowered: Lowered, dtype: str) -> tuple[str, dict[int, Kernel]]:
     functions, kernels = [], {}
     for number, step in enumerate(lowered.steps):
         if isinstance(step, BlockedSum) and step.rows is not None:
-            writer = _Writer(lowered, step.rows, f"step{number}")
+            writer = _FunctionWriter(_RowWriter(lowered, step.rows), f"step{number}")
             functions.append(writer.function_of_groups())
             kernels[number] = writer.kernel()
         elif isinstance(step, Traversal):
-            writer = _Writer(lowered, step, f"step{number}")
+            writer = _FunctionWriter(_RowWriter(lowered, step), f"step{number}")
             functions.append(writer.function())
             kernels[number] = writer.kernel()
-    return _REAL[dtype] + PRELUDE + "\n" + "\n".join(functions), kernels
+    return f"{_prelude(dtype)}\n" + "\n".join(functions), kernels
+
+
+def _prelude(dtype: str) -> str:
+    """Return what all functions of a source share."""
+    real, suffix = _DTYPES[dtype]
+    lines = [f"#define real {real}", *(f"#define {name.upper()} {name}{suffix}" for name in C_MATH)]
+    helpers = "\n".join(record.c_helper for record in FUNCTIONS.values() if record.c_helper)
+    return "\n".join(lines) + "\n" + PRELUDE.replace("@DROPOUT", C_SOURCE).replace("@HELPERS", helpers)
 
 
 @dataclass
-class _Writer:
-    """A writer of one function."""
+class _FunctionWriter:
+    """A writer of one function: loops around the rows of a traversal."""
 
-    lowered: Lowered
-    traversal: Traversal
+    row: "_RowWriter"
+    """A row; complete before loops are written, since it says which indexes and buffers they need."""
     name: str
-    body: list[str] = field(default_factory=list)
-    locals: set[int] = field(default_factory=set)
-    domains: dict[Domain, None] = field(default_factory=dict)
-    inputs: dict[int, None] = field(default_factory=dict)
-
-    @property
-    def program(self) -> Program:
-        return self.lowered.program
+    """Name of the function."""
 
     def kernel(self) -> Kernel:
-        return Kernel(self.name, self.traversal, tuple(self.domains), tuple(self.inputs))
+        """Return the function's arguments."""
+        return Kernel(self.name, self.row.traversal, tuple(self.row.domains), tuple(self.row.inputs))
 
     def function_of_groups(self) -> str:
         """Return the function of a traversal with one sum: the results of some groups, one after the other."""
-        (root,) = self.traversal.roots
-        one = self.program[root]
-        self._prepare(root)
-        self._accumulate(root)
-        size = math.prod(one.shape)
-        body = "\n".join([self._row_of_position(), *self.body])
+        (root,) = self.row.traversal.roots
+        operation = self.row.program[root]
+        self.row.add_root(root)
+        size = math.prod(operation.shape)
+        body = "\n".join([self._row_of_position(), *self.row.body])
         return f"""int {self.name}(const Context *c, int64_t begin, int64_t end, real *results) {{
 {self._declarations(with_roots=False)}
     for (int64_t group = begin; group < end; group++) {{
         real a{root}[{size}];
-        for (int j = 0; j < {size}; j++) a{root}[j] = {_neutral(one)};
+        for (int j = 0; j < {size}; j++) a{root}[j] = {_neutral(operation)};
         for (int64_t p = c->starts[group]; p < c->starts[group + 1]; p++) {{
 {body}
         }}
@@ -168,207 +125,50 @@ class _Writer:
 """
 
     def function(self) -> str:
-        for root in self.traversal.roots:
-            self._prepare(root)
-            self._accumulate(root)
-        sums = [at for at in self.traversal.roots if isinstance(self.program[at], Reduce)]
+        """Return the function of any other traversal."""
+        for root in self.row.traversal.roots:
+            self.row.add_root(root)
+        sums = [place for place in self.row.traversal.roots if isinstance(self.row.program[place], Reduce)]
         text = self._segmented(sums) if sums else self._plain()
         return f"int {self.name}(const Context *c) {{\n{text}\n    return 0;\n}}\n"
 
-    # What a row computes
-
-    def _prepare(self, root: int) -> None:
-        """Emit the values that the root reads and that no buffer holds, in order."""
-        one = self.program[root]
-        wanted = list(one.operands) if isinstance(one, Reduce) else [root]
-        for at in self._order(wanted):
-            if self._is_local(at) and at not in self.locals:
-                self._emit_local(at)
-                self.locals.add(at)
-
-    def _order(self, wanted: list[int]) -> list[int]:
-        found: set[int] = set()
-        stack = list(wanted)
-        while stack:
-            at = stack.pop()
-            if at in found or self._is_read(at):
-                continue
-            found.add(at)
-            stack.extend(self.program[at].operands)
-        return sorted(found)
-
-    def _is_read(self, at: int) -> bool:
-        """Return whether the value comes from a buffer."""
-        return at in self.lowered.stored and at not in self.traversal.roots
-
-    def _is_local(self, at: int) -> bool:
-        one = self.program[at]
-        if isinstance(one, Constant | Reduce):
-            return False
-        return math.prod(one.shape) <= MOST_LOCAL or isinstance(one, Dot | SumTo)
-
-    def _emit_local(self, at: int) -> None:
-        one = self.program[at]
-        size = math.prod(one.shape)
-        self.body.append(f"real v{at}[{size}];")
-        names = [f"i{number}" for number in range(len(one.shape))]
-        target = f"v{at}[{_flat(names, one.shape)}]"
-        if isinstance(one, Dot):
-            left, right = one.operands
-            width = self.program[left].shape[-1]
-            product = f"{self._value(left, [*names, 'k'])} * {self._value(right, [*names, 'k'])}"
-            inner = f"real sum = 0;\n{_SIMD}\nfor (int k = 0; k < {width}; k++) sum += {product};\n{target} = sum;"
-        elif isinstance(one, SumTo):
-            inner = self._sum_to(one, names, target)
-        else:
-            inner = f"{target} = {self._expression(at, names)};"
-        self.body.append(_loops(names, one.shape, inner))
-
-    def _sum_to(self, one: SumTo, names: list[str], target: str) -> str:
-        (operand,) = one.operands
-        shape = self.program[operand].shape
-        missing = len(shape) - len(one.shape)
-        indices, loops, sizes = [], [], []
-        for number, size in enumerate(shape):
-            kept = number >= missing and one.shape[number - missing] == size
-            indices.append(names[number - missing] if kept else f"k{number}")
-            if not kept:
-                loops.append(f"k{number}")
-                sizes.append(size)
-        value = self._value(operand, indices)
-        if not loops:
-            return f"{target} = {value};"
-        last = f"{_SIMD}\nfor (int {loops[-1]} = 0; {loops[-1]} < {sizes[-1]}; {loops[-1]}++) "
-        body = _loops(loops[:-1], tuple(sizes[:-1]), f"{last}sum += {value};")
-        return f"real sum = 0;\n{body}\n{target} = sum;"
-
-    def _value(self, at: int, indices: list[str]) -> str:
-        """Return an element as seen from a row of a shape to which the value's row is broadcast."""
-        own = self.program[at].shape
-        indices = indices[len(indices) - len(own) :]
-        indices = ["0" if size == 1 else index for index, size in zip(indices, own, strict=True)]
-        one = self.program[at]
-        if self._is_read(at):
-            return f"{self._pointer(at)}[{_flat(indices, own)}]"
-        if isinstance(one, Constant):
-            return f"((real){_number(one.value)})"
-        if self._is_local(at):
-            return f"v{at}[{_flat(indices, own)}]"
-        return self._expression(at, indices)
-
-    def _expression(self, at: int, indices: list[str]) -> str:
-        one = self.program[at]
-        match one:
-            case Map():
-                values = [self._value(operand, indices) for operand in one.operands]
-                return _FUNCTIONS[one.function].format(*values, p=_number(one.parameter))
-            case Reshape():
-                (operand,) = one.operands
-                shape = self.program[operand].shape
-                return self._value(operand, _reshaped(indices, one.shape, shape))
-            case Slice():
-                (operand,) = one.operands
-                moved = [*indices[:-1], f"({indices[-1]} + {one.start})" if one.start else indices[-1]]
-                return self._value(operand, moved)
-            case Concat():
-                return self._concat(one, indices)
-            case Dropout():
-                return self._dropout(one, indices)
-            case _:
-                raise InternalError(f"the C emitter does not know {type(one).__name__} inside of a row")
-
-    def _concat(self, one: Concat, indices: list[str]) -> str:
-        end, found = one.shape[-1], ""
-        for operand in reversed(one.operands):
-            size = self.program[operand].shape[-1]
-            start = end - size
-            value = self._value(operand, [*indices[:-1], f"({indices[-1]} - {start})"])
-            found = f"({indices[-1]} < {end} ? {value} : {found})" if found else value
-            end = start
-        return found
-
-    def _dropout(self, one: Dropout, indices: list[str]) -> str:
-        value = self._value(one.operands[0], indices)
-        limit = int(one.probability * 2**32)
-        scale = repr(1 / (1 - one.probability))
-        column = _flat(indices, one.shape)
-        return (
-            f"({value} * dropped({self._row(one.domain)}, {column}, (uint32_t)c->seed, "
-            f"{hashed(one.stream)}u, {limit}u, (real){scale}))"
-        )
-
-    def _pointer(self, at: int) -> str:
-        """Return a pointer to the row of a buffer that the current row reads."""
-        domain = self.program[at].domain
-        source = at
-        while isinstance(self.program[source], SameRows):
-            (source,) = self.program[source].operands
-        self.inputs.setdefault(source)
-        size = math.prod(self.program[at].shape)
-        row = self._row(domain)
-        if row == "0":
-            return f"b{source}"
-        return f"(b{source} + {row} * {size})"
-
-    def _row(self, domain: Domain) -> str:
-        if domain is Domain.ONE:
-            return "0"
-        if domain is self.traversal.over:
-            return "row"
-        if domain is self.traversal.by:
-            return "group"
-        self.domains.setdefault(domain)
-        return f"r_{domain.name}"
-
-    def _accumulate(self, root: int) -> None:
-        """Emit what a row contributes to a root."""
-        one = self.program[root]
-        names = [f"i{number}" for number in range(len(one.shape))]
-        flat = _flat(names, one.shape)
-        if isinstance(one, Reduce):
-            value = self._value(one.operands[0], names)
-            update = f"a{root}[{flat}] += {value};"
-            if one.kind == "max":
-                best = f"a{root}[{flat}]"
-                update = f"{{ const real x = {value}; {best} = x > {best} || x != x ? x : {best}; }}"
-        else:
-            value = f"v{root}[{flat}]" if root in self.locals else self._expression(root, names)
-            update = f"b{root}[row * {math.prod(one.shape)} + {flat}] = {value};"
-        self.body.append(_loops(names, one.shape, update))
-
-    # Loops around rows
-
     def _declarations(self, *, with_roots: bool = True) -> str:
         lines = []
-        inputs = list(self.inputs)
-        for number, at in enumerate(inputs):
-            lines.append(f"    const real *restrict const b{at} = c->buffers[{number}];")
-        for number, at in enumerate(self.traversal.roots if with_roots else (), start=len(inputs)):
-            lines.append(f"    real *restrict const b{at} = c->buffers[{number}];")
+        inputs = list(self.row.inputs)
+        for number, place in enumerate(inputs):
+            lines.append(f"    const real *restrict const b{place} = c->buffers[{number}];")
+        for number, place in enumerate(self.row.traversal.roots if with_roots else (), start=len(inputs)):
+            lines.append(f"    real *restrict const b{place} = c->buffers[{number}];")
         return "\n".join(lines)
 
     def _row_of_position(self) -> str:
         lines = ["const int64_t row = c->positions ? c->positions[p] : p; (void)row;"]
-        for number, domain in enumerate(self.domains):
+        for number, domain in enumerate(self.row.domains):
             lines.append(f"const int64_t r_{domain.name} = c->indexes[{number}][p];")
         lines += self._prefetches()
         return "\n".join(lines)
 
     def _prefetches(self) -> list[str]:
-        """Return prefetches of rows that are looked up, since the processor cannot predict where the next ones lie."""
+        """Return prefetches of rows that are looked up, since the processor cannot predict where the next ones lie.
+
+        Its own look-ahead is less than a row of 256 bytes.
+        """
         lines = []
-        for number, domain in enumerate(self.domains):
-            rows = [(at, math.prod(self.program[at].shape)) for at in self.inputs if self.program[at].domain is domain]
-            for at, size in rows:
-                if size < MOST_LOCAL:
+        for number, domain in enumerate(self.row.domains):
+            for place in self.row.inputs:
+                value = self.row.program[place]
+                size = math.prod(value.shape)
+                if value.domain is not domain or size < MOST_LOCAL:
                     continue
-                lines.append(f"const real *const next{at} = b{at} + (int64_t)c->indexes[{number}][p + AHEAD] * {size};")
-                lines += [f"__builtin_prefetch(next{at} + {start});" for start in range(0, min(size, 128), 16)]
+                lines.append(
+                    f"const real *const next{place} = b{place} + (int64_t)c->indexes[{number}][p + AHEAD] * {size};"
+                )
+                lines += [f"__builtin_prefetch(next{place} + {start});" for start in range(0, min(size, 128), 16)]
         return ["if (p + AHEAD < c->num_positions) {", *lines, "}"] if lines else []
 
     def _plain(self) -> str:
         """Return the loop over rows without groups."""
-        body = "\n".join([self._row_of_position(), *self.body])
+        body = "\n".join([self._row_of_position(), *self.row.body])
         return (
             f"{self._declarations()}\n"
             "#pragma omp parallel for num_threads((int)c->num_threads) schedule(static) if (c->num_positions > 4096)\n"
@@ -377,24 +177,28 @@ class _Writer:
 
     def _segmented(self, sums: list[int]) -> str:
         """Return the loop over runs of rows, with the groups inside each run."""
-        sizes = {at: math.prod(self.program[at].shape) for at in sums}
+        program = self.row.program
+        sizes = {place: math.prod(program[place].shape) for place in sums}
         starts, offset = {}, 0
-        for at in sums:
-            starts[at] = offset
-            offset += sizes[at]
+        for place in sums:
+            starts[place] = offset
+            offset += sizes[place]
         first = "".join(
-            f"real a{at}[{sizes[at]}]; for (int j = 0; j < {sizes[at]}; j++) a{at}[j] = {_neutral(self.program[at])};\n"
-            for at in sums
+            f"real a{place}[{sizes[place]}]; "
+            f"for (int j = 0; j < {sizes[place]}; j++) a{place}[j] = {_neutral(program[place])};\n"
+            for place in sums
         )
-        whole = "".join(f"memcpy(b{at} + group * {sizes[at]}, a{at}, sizeof a{at});\n" for at in sums)
-        part = "".join(f"memcpy(parts + slot * {offset} + {starts[at]}, a{at}, sizeof a{at});\n" for at in sums)
+        whole = "".join(f"memcpy(b{place} + group * {sizes[place]}, a{place}, sizeof a{place});\n" for place in sums)
+        part = "".join(
+            f"memcpy(parts + slot * {offset} + {starts[place]}, a{place}, sizeof a{place});\n" for place in sums
+        )
         join = "".join(
-            f"for (int j = 0; j < {sizes[at]}; j++) {{ real *const to = b{at} + group * {sizes[at]} + j; "
-            f"const real x = parts[slot * {offset} + {starts[at]} + j]; "
-            f"*to = is_first ? x : {_joined(self.program[at])}; }}\n"
-            for at in sums
+            f"for (int j = 0; j < {sizes[place]}; j++) {{ real *const to = b{place} + group * {sizes[place]} + j; "
+            f"const real x = parts[slot * {offset} + {starts[place]} + j]; "
+            f"*to = is_first ? x : {_joined(program[place])}; }}\n"
+            for place in sums
         )
-        body = "\n".join([self._row_of_position(), *self.body])
+        body = "\n".join([self._row_of_position(), *self.row.body])
         return f"""{self._declarations()}
     const int64_t n = c->num_positions, runs = n > 4096 ? c->num_threads : 1;
     real *const parts = malloc((size_t)(2 * runs * {offset}) * sizeof(real));
@@ -434,6 +238,192 @@ class _Writer:
     free(owners);"""
 
 
+@dataclass
+class _RowWriter:
+    """A writer of what one row of a traversal computes, which notes what the row needs."""
+
+    lowered: Lowered
+    """The program."""
+    traversal: Traversal
+    """The traversal."""
+    body: list[str] = field(default_factory=list)
+    """Statements, in order."""
+    locals: set[int] = field(default_factory=set)
+    """Places of the values in local arrays."""
+    domains: dict[Domain, None] = field(default_factory=dict)
+    """Domains whose rows are looked up, in order of first use."""
+    inputs: dict[int, None] = field(default_factory=dict)
+    """Places of the values read from buffers, in order of first use."""
+
+    @property
+    def program(self) -> Program:
+        """The operations."""
+        return self.lowered.program
+
+    def add_root(self, root: int) -> None:
+        """Emit the values that a root needs, and what the row contributes to it."""
+        self._prepare(root)
+        self._accumulate(root)
+
+    def _prepare(self, root: int) -> None:
+        """Emit the values that the root reads and that no buffer holds, in order."""
+        operation = self.program[root]
+        wanted = list(operation.operands) if isinstance(operation, Reduce) else [root]
+        for place in self._order(wanted):
+            if self._is_local(place) and place not in self.locals:
+                self._emit_local(place)
+                self.locals.add(place)
+
+    def _order(self, wanted: list[int]) -> list[int]:
+        needed: set[int] = set()
+        stack = list(wanted)
+        while stack:
+            place = stack.pop()
+            if place in needed or self._is_read(place):
+                continue
+            needed.add(place)
+            stack.extend(self.program[place].operands)
+        return sorted(needed)
+
+    def _is_read(self, place: int) -> bool:
+        """Return whether the value comes from a buffer."""
+        return place in self.lowered.stored and place not in self.traversal.roots
+
+    def _is_local(self, place: int) -> bool:
+        operation = self.program[place]
+        if isinstance(operation, Constant | Reduce):
+            return False
+        return math.prod(operation.shape) <= MOST_LOCAL or isinstance(operation, Dot | SumTo)
+
+    def _emit_local(self, place: int) -> None:
+        operation = self.program[place]
+        size = math.prod(operation.shape)
+        self.body.append(f"real v{place}[{size}];")
+        names = [f"i{number}" for number in range(len(operation.shape))]
+        target = f"v{place}[{_flat(names, operation.shape)}]"
+        if isinstance(operation, Dot):
+            left, right = operation.operands
+            width = self.program[left].shape[-1]
+            product = f"{self._value(left, [*names, 'k'])} * {self._value(right, [*names, 'k'])}"
+            inner = f"real sum = 0;\n{_SIMD}\nfor (int k = 0; k < {width}; k++) sum += {product};\n{target} = sum;"
+        elif isinstance(operation, SumTo):
+            inner = self._sum_to(operation, names, target)
+        else:
+            inner = f"{target} = {self._expression(place, names)};"
+        self.body.append(_loops(names, operation.shape, inner))
+
+    def _sum_to(self, operation: SumTo, names: list[str], target: str) -> str:
+        (operand,) = operation.operands
+        shape = self.program[operand].shape
+        missing = len(shape) - len(operation.shape)
+        indices, loops, sizes = [], [], []
+        for number, size in enumerate(shape):
+            kept = number >= missing and operation.shape[number - missing] == size
+            indices.append(names[number - missing] if kept else f"k{number}")
+            if not kept:
+                loops.append(f"k{number}")
+                sizes.append(size)
+        value = self._value(operand, indices)
+        if not loops:
+            return f"{target} = {value};"
+        last = f"{_SIMD}\nfor (int {loops[-1]} = 0; {loops[-1]} < {sizes[-1]}; {loops[-1]}++) "
+        body = _loops(loops[:-1], tuple(sizes[:-1]), f"{last}sum += {value};")
+        return f"real sum = 0;\n{body}\n{target} = sum;"
+
+    def _value(self, place: int, indices: list[str]) -> str:
+        """Return an element as seen from a row of a shape to which the value's row is broadcast."""
+        own = self.program[place].shape
+        indices = indices[len(indices) - len(own) :]
+        indices = ["0" if size == 1 else index for index, size in zip(indices, own, strict=True)]
+        operation = self.program[place]
+        if self._is_read(place):
+            return f"{self._pointer(place)}[{_flat(indices, own)}]"
+        if isinstance(operation, Constant):
+            return f"((real){_number(operation.value)})"
+        if self._is_local(place):
+            return f"v{place}[{_flat(indices, own)}]"
+        return self._expression(place, indices)
+
+    def _expression(self, place: int, indices: list[str]) -> str:
+        operation = self.program[place]
+        match operation:
+            case Map():
+                values = [self._value(operand, indices) for operand in operation.operands]
+                return FUNCTIONS[operation.function].c.format(*values, p=_number(operation.parameter))
+            case Reshape():
+                (operand,) = operation.operands
+                shape = self.program[operand].shape
+                return self._value(operand, _reshaped(indices, operation.shape, shape))
+            case Slice():
+                (operand,) = operation.operands
+                moved = [*indices[:-1], f"({indices[-1]} + {operation.start})" if operation.start else indices[-1]]
+                return self._value(operand, moved)
+            case Concat():
+                return self._concat(operation, indices)
+            case Dropout():
+                return self._dropout(operation, indices)
+            case _:
+                raise InternalError(f"the C emitter does not know {type(operation).__name__} inside of a row")
+
+    def _concat(self, operation: Concat, indices: list[str]) -> str:
+        end, text = operation.shape[-1], ""
+        for operand in reversed(operation.operands):
+            size = self.program[operand].shape[-1]
+            start = end - size
+            value = self._value(operand, [*indices[:-1], f"({indices[-1]} - {start})"])
+            text = f"({indices[-1]} < {end} ? {value} : {text})" if text else value
+            end = start
+        return text
+
+    def _dropout(self, operation: Dropout, indices: list[str]) -> str:
+        value = self._value(operation.operands[0], indices)
+        limit, scale = limit_of(operation.probability), scale_of(operation.probability)
+        column = _flat(indices, operation.shape)
+        return (
+            f"({value} * dropped({self._row(operation.domain)}, {column}, (uint32_t)c->seed, "
+            f"{hashed(operation.stream)}u, {limit}u, (real){scale!r}))"
+        )
+
+    def _pointer(self, place: int) -> str:
+        """Return a pointer to the row of a buffer that the current row reads."""
+        domain = self.program[place].domain
+        source = place
+        while isinstance(self.program[source], SameRows):
+            (source,) = self.program[source].operands
+        self.inputs.setdefault(source)
+        size = math.prod(self.program[place].shape)
+        row = self._row(domain)
+        if row == "0":
+            return f"b{source}"
+        return f"(b{source} + {row} * {size})"
+
+    def _row(self, domain: Domain) -> str:
+        if domain is Domain.ONE:
+            return "0"
+        if domain is self.traversal.over:
+            return "row"
+        if domain is self.traversal.by:
+            return "group"
+        self.domains.setdefault(domain)
+        return f"r_{domain.name}"
+
+    def _accumulate(self, root: int) -> None:
+        """Emit what a row contributes to a root."""
+        operation = self.program[root]
+        names = [f"i{number}" for number in range(len(operation.shape))]
+        flat = _flat(names, operation.shape)
+        if isinstance(operation, Reduce):
+            value = self._value(operation.operands[0], names)
+            update = f"a{root}[{flat}] += {value};"
+            if operation.kind == "max":
+                best = f"a{root}[{flat}]"
+                update = f"{{ const real x = {value}; {best} = x > {best} || x != x ? x : {best}; }}"
+        else:
+            value = f"v{root}[{flat}]" if root in self.locals else self._expression(root, names)
+            update = f"b{root}[row * {math.prod(operation.shape)} + {flat}] = {value};"
+        self.body.append(_loops(names, operation.shape, update))
+
+
 def _number(value: float) -> str:
     if math.isnan(value):
         return "NAN"
@@ -442,14 +432,14 @@ def _number(value: float) -> str:
     return repr(value)
 
 
-def _neutral(one: Operation) -> str:
-    assert isinstance(one, Reduce)
-    return "0" if one.kind == "sum" else "-INFINITY"
+def _neutral(operation: Operation) -> str:
+    assert isinstance(operation, Reduce)
+    return "0" if operation.kind == "sum" else "-INFINITY"
 
 
-def _joined(one: Operation) -> str:
-    assert isinstance(one, Reduce)
-    return "*to + x" if one.kind == "sum" else "(x > *to || x != x ? x : *to)"
+def _joined(operation: Operation) -> str:
+    assert isinstance(operation, Reduce)
+    return "*to + x" if operation.kind == "sum" else "(x > *to || x != x ? x : *to)"
 
 
 def _loops(names: list[str], shape: Shape, inner: str) -> str:
@@ -470,14 +460,14 @@ def _flat(indices: list[str], shape: Shape) -> str:
     return text or "0"
 
 
-def _reshaped(indices: list[str], given: Shape, wanted: Shape) -> list[str]:
-    """Return the indices into ``wanted`` of the element at ``indices`` of ``given``."""
-    long = [(index, size) for index, size in zip(indices, given, strict=True) if size != 1]
+def _reshaped(indices: list[str], shape: Shape, wanted: Shape) -> list[str]:
+    """Return the indices into ``wanted`` of the element at ``indices`` of ``shape``."""
+    long = [(index, size) for index, size in zip(indices, shape, strict=True) if size != 1]
     if [size for _, size in long] == [size for size in wanted if size != 1]:
         rest = iter(index for index, _ in long)
         return ["0" if size == 1 else next(rest) for size in wanted]
-    flat, found, below = _flat(indices, given), [], 1
+    flat, result, below = _flat(indices, shape), [], 1
     for size in reversed(wanted):
-        found.append("0" if size == 1 else f"(({flat}) / {below} % {size})")
+        result.append("0" if size == 1 else f"(({flat}) / {below} % {size})")
         below *= size
-    return found[::-1]
+    return result[::-1]

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 from penstock.errors import InternalError
 from penstock.relational._domain import Domain
+from penstock.relational._dropout import MASK, hashed, limit_of, scale_of
+from penstock.relational._elementwise import FUNCTIONS
 from penstock.relational._ir import (
     Concat,
     Constant,
@@ -29,41 +31,16 @@ from penstock.relational._ir import (
     SumTo,
 )
 from penstock.relational._lower import Kernel, Lowered, Traversal
-from penstock.relational._random import hashed
 
-HEADER = """\
+_HELPERS = sorted(
+    {"dropped", "larger", *(record.triton_helper for record in FUNCTIONS.values() if record.triton_helper)}
+)
+HEADER = f"""\
 import triton
 import triton.language as tl
 
-from penstock.relational._triton_kernels import dropped, gelu, gelu_slope, larger, tanh
+from penstock.relational._triton_kernels import {", ".join(_HELPERS)}
 """
-_FUNCTIONS = {
-    "add": "{0} + {1}",
-    "subtract": "{0} - {1}",
-    "multiply": "{0} * {1}",
-    "divide": "{0} / {1}",
-    "negate": "-{0}",
-    "maximum": "larger({0}, {1})",
-    "exp": "tl.exp({0})",
-    "log": "tl.log({0})",
-    "sqrt": "tl.sqrt_rn({0})",
-    "reciprocal": "1.0 / {0}",
-    "tanh": "tanh({0})",
-    "sigmoid": "1.0 / (1.0 + tl.exp(-{0}))",
-    "gelu": "gelu({0})",
-    "gelu_slope": "gelu_slope({0})",
-    "relu": "tl.where({0} < 0, 0.0, {0})",
-    "leaky_relu": "tl.where({0} > 0, {0}, {p} * {0})",
-    "leaky_relu_slope": "tl.where({0} > 0, 1.0, {p})",
-    "elu": "tl.where({0} > 0, {0}, tl.exp({0}) - 1.0)",
-    "elu_slope": "tl.where({0} > 0, 1.0, tl.exp({0}))",
-    "abs": "tl.abs({0})",
-    "sign": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, 0.0))",
-    "equal": "tl.where({0} == {1}, 1.0, 0.0)",
-    "is_largest": "tl.where({0}.to(STORED).to(tl.float32) == {1}.to(STORED).to(tl.float32), 1.0, 0.0)",
-    "greater": "tl.where({0} > {1}, 1.0, 0.0)",
-    "stop_gradient": "{0}",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +60,7 @@ def emit(lowered: Lowered, dtype: str) -> tuple[str, dict[int, TritonKernel]]:
     functions, kernels = [f"{HEADER}\nSTORED = tl.constexpr(tl.{dtype})\n"], {}
     for number, step in enumerate(lowered.steps):
         if isinstance(step, Traversal):
-            writer = _Writer(lowered, step, f"step{number}")
+            writer = _KernelWriter(lowered, step, f"step{number}")
             functions.append(writer.function())
             kernels[number] = TritonKernel(
                 writer.name, step, tuple(writer.domains), tuple(writer.inputs), tile=writer.tile
@@ -117,7 +94,7 @@ _ZERO = _Index("0")
 
 
 @dataclass
-class _Writer:
+class _KernelWriter:
     """A writer of one kernel."""
 
     lowered: Lowered
@@ -137,7 +114,7 @@ class _Writer:
 
     def function(self) -> str:
         roots = self.traversal.roots
-        sums = [at for at in roots if isinstance(self.program[at], Reduce)]
+        sums = [place for place in roots if isinstance(self.program[place], Reduce)]
         for root in roots:
             self._take(root)
         rank = 1 + max((slot + 1 for slot, _ in self.axes), default=0)
@@ -148,16 +125,16 @@ class _Writer:
 
     def _take(self, root: int) -> None:
         """Emit what a row contributes to a root."""
-        one = self.program[root]
-        indices = self._indices(one.shape)
-        if not isinstance(one, Reduce):
+        operation = self.program[root]
+        indices = self._indices(operation.shape)
+        if not isinstance(operation, Reduce):
             value = self._computed(root, indices, len(indices))
-            place = f"b{root} + row.to(tl.int64) * {math.prod(one.shape)} + {_flat(indices, one.shape)}"
+            pointer = f"b{root} + row.to(tl.int64) * {math.prod(operation.shape)} + {_flat(indices, operation.shape)}"
             mask = " & ".join(["live", *_conditions(indices)])
-            self.body.append(f"tl.store({place}, {value.text}, mask={mask})")
+            self.body.append(f"tl.store({pointer}, {value.text}, mask={mask})")
             return
-        value = self._value(one.operands[0], indices, len(indices))
-        if one.kind == "max":
+        value = self._value(operation.operands[0], indices, len(indices))
+        if operation.kind == "max":
             self.body += [
                 f'm{root} = tl.where(live, {value.text}, float("-inf"))',
                 "if LANES:",
@@ -185,63 +162,64 @@ class _Writer:
         name, padded = f"x{slot}_{size}", _padded(size)
         return _Index(name, () if padded == size else (f"({name} < {size})",), frozenset([(slot, size)]))
 
-    def _value(self, at: int, indices: list[_Index], depth: int) -> _Value:
+    def _value(self, place: int, indices: list[_Index], depth: int) -> _Value:
         """Return the value broadcast to a row with these indices; tile dimensions from ``depth`` on are free."""
-        own = self.program[at].shape
+        own = self.program[place].shape
         indices = indices[len(indices) - len(own) :]
         indices = [_ZERO if size == 1 else index for index, size in zip(indices, own, strict=True)]
-        return self._computed(at, indices, depth)
+        return self._computed(place, indices, depth)
 
-    def _computed(self, at: int, indices: list[_Index], depth: int) -> _Value:
-        key = at, tuple(indices)
-        found = self.known.get(key)
-        if found is None:
+    def _computed(self, place: int, indices: list[_Index], depth: int) -> _Value:
+        key = place, tuple(indices)
+        value = self.known.get(key)
+        if value is None:
             self.tile = max(self.tile, _numbers(indices))
-            is_read = at in self.lowered.stored and at not in self.traversal.roots
-            found = self._load(at, indices) if is_read else self._compute(at, indices, depth)
-            self.known[key] = found
-        return found
+            is_read = place in self.lowered.stored and place not in self.traversal.roots
+            value = self._load(place, indices) if is_read else self._compute(place, indices, depth)
+            self.known[key] = value
+        return value
 
-    def _compute(self, at: int, indices: list[_Index], depth: int) -> _Value:
-        one = self.program[at]
-        match one:
+    def _compute(self, place: int, indices: list[_Index], depth: int) -> _Value:
+        operation = self.program[place]
+        match operation:
             case Constant():
-                return self._new(f"tl.full(@ONES, {_number(one.value)}, tl.float32)", is_fixed=True)
+                return self._new(f"tl.full(@ONES, {_number(operation.value)}, tl.float32)", is_fixed=True)
             case Map():
-                values = [self._value(operand, indices, depth) for operand in one.operands]
-                text = _FUNCTIONS[one.function].format(*(value.text for value in values), p=_number(one.parameter))
+                values = [self._value(operand, indices, depth) for operand in operation.operands]
+                texts = [value.text for value in values]
+                text = FUNCTIONS[operation.function].triton.format(*texts, p=_number(operation.parameter))
                 return self._new(text, is_fixed=all(value.is_fixed for value in values))
             case Reshape():
-                (operand,) = one.operands
+                (operand,) = operation.operands
                 shape = self.program[operand].shape
-                return self._value(operand, _reshaped(indices, one.shape, shape), depth)
+                return self._value(operand, _reshaped(indices, operation.shape, shape), depth)
             case Slice():
                 last = indices[-1]
-                moved = _Index(f"({last.text} + {one.start})", last.conditions, last.axes)
-                return self._value(one.operands[0], [*indices[:-1], moved], depth)
+                moved = _Index(f"({last.text} + {operation.start})", last.conditions, last.axes)
+                return self._value(operation.operands[0], [*indices[:-1], moved], depth)
             case Concat():
-                return self._concat(one, indices, depth)
+                return self._concat(operation, indices, depth)
             case Dropout():
-                return self._dropout(one, indices, depth)
+                return self._dropout(operation, indices, depth)
             case Dot():
-                width = self.program[one.operands[0]].shape[-1]
+                width = self.program[operation.operands[0]].shape[-1]
                 inner = self._axis(depth, width)
-                left, right = (self._value(operand, [*indices, inner], depth + 1) for operand in one.operands)
+                left, right = (self._value(operand, [*indices, inner], depth + 1) for operand in operation.operands)
                 fixed = left.is_fixed and right.is_fixed
                 return self._sum(f"{left.text} * {right.text}", [inner], depth, is_fixed=fixed)
             case SumTo():
-                return self._sum_to(one, indices, depth)
+                return self._sum_to(operation, indices, depth)
             case _:
-                raise InternalError(f"the Triton emitter does not know {type(one).__name__} inside of a row")
+                raise InternalError(f"the Triton emitter does not know {type(operation).__name__} inside of a row")
 
-    def _sum_to(self, one: SumTo, indices: list[_Index], depth: int) -> _Value:
-        (operand,) = one.operands
+    def _sum_to(self, operation: SumTo, indices: list[_Index], depth: int) -> _Value:
+        (operand,) = operation.operands
         shape = self.program[operand].shape
-        missing = len(shape) - len(one.shape)
+        missing = len(shape) - len(operation.shape)
         wanted: list[_Index] = []
         added: list[_Index] = []
         for number, size in enumerate(shape):
-            if number >= missing and one.shape[number - missing] == size:
+            if number >= missing and operation.shape[number - missing] == size:
                 wanted.append(indices[number - missing])
             else:
                 wanted.append(self._axis(depth + len(added), size))
@@ -258,45 +236,45 @@ class _Writer:
             text = f"tl.sum({text}, axis={depth + number + 1}, keep_dims=True)"
         return self._new(text, is_fixed=is_fixed)
 
-    def _concat(self, one: Concat, indices: list[_Index], depth: int) -> _Value:
-        last, end = indices[-1], one.shape[-1]
-        found: _Value | None = None
-        for operand in reversed(one.operands):
+    def _concat(self, operation: Concat, indices: list[_Index], depth: int) -> _Value:
+        last, end = indices[-1], operation.shape[-1]
+        result: _Value | None = None
+        for operand in reversed(operation.operands):
             start = end - self.program[operand].shape[-1]
             inside = (*last.conditions, f"({last.text} >= {start})", f"({last.text} < {end})")
             moved = _Index(f"({last.text} - {start})", inside, last.axes)
             value = self._value(operand, [*indices[:-1], moved], depth)
-            if found is not None:
-                text = f"tl.where({last.text} < {end}, {value.text}, {found.text})"
-                value = self._new(text, is_fixed=value.is_fixed and found.is_fixed)
-            found, end = value, start
-        assert found is not None
-        return found
+            if result is not None:
+                text = f"tl.where({last.text} < {end}, {value.text}, {result.text})"
+                value = self._new(text, is_fixed=value.is_fixed and result.is_fixed)
+            result, end = value, start
+        assert result is not None
+        return result
 
-    def _dropout(self, one: Dropout, indices: list[_Index], depth: int) -> _Value:
-        value = self._value(one.operands[0], indices, depth)
-        row = self._row(one.domain)
-        limit, scale = int(one.probability * 2**32), repr(1 / (1 - one.probability))
-        column = f"{row} * 0 + {_flat(indices, one.shape)}"
-        text = f"{value.text} * dropped({row}, {column}, seed, {hashed(one.stream & 0xFFFFFFFF)}, {limit}, {scale})"
+    def _dropout(self, operation: Dropout, indices: list[_Index], depth: int) -> _Value:
+        value = self._value(operation.operands[0], indices, depth)
+        row = self._row(operation.domain)
+        limit, scale = limit_of(operation.probability), scale_of(operation.probability)
+        column = f"{row} * 0 + {_flat(indices, operation.shape)}"
+        text = f"{value.text} * dropped({row}, {column}, seed, {hashed(operation.stream & MASK)}, {limit}, {scale!r})"
         return self._new(text, is_fixed=False)
 
-    def _load(self, at: int, indices: list[_Index]) -> _Value:
-        source = at
+    def _load(self, place: int, indices: list[_Index]) -> _Value:
+        source = place
         while isinstance(self.program[source], SameRows):
             (source,) = self.program[source].operands
         self.inputs.setdefault(source)
-        domain, shape = self.program[at].domain, self.program[at].shape
+        domain, shape = self.program[place].domain, self.program[place].shape
         is_fixed = domain in (Domain.ONE, self.traversal.by) and domain is not self.traversal.over
         conditions = _conditions(indices)
-        place = f"b{source}"
+        pointer = f"b{source}"
         if domain is not Domain.ONE:
             conditions.insert(0, "alive" if is_fixed else "live")
-            place += f" + {self._row(domain)}.to(tl.int64) * {math.prod(shape)}"
+            pointer += f" + {self._row(domain)}.to(tl.int64) * {math.prod(shape)}"
         flat = _flat(indices, shape)
-        place += f" + {flat}" if flat != "0" else ""
+        pointer += f" + {flat}" if flat != "0" else ""
         mask = f", mask={' & '.join(conditions)}, other=0.0" if conditions else ""
-        return self._new(f"tl.load({place}{mask}).to(tl.float32)", is_fixed=is_fixed)
+        return self._new(f"tl.load({pointer}{mask}).to(tl.float32)", is_fixed=is_fixed)
 
     def _row(self, domain: Domain) -> str:
         if domain is self.traversal.over:
@@ -326,8 +304,8 @@ class _Writer:
     def _arguments(self) -> list[str]:
         return [
             *(f"i{number}" for number in range(len(self.domains))),
-            *(f"b{at}" for at in self.inputs),
-            *(f"b{at}" for at in self.traversal.roots),
+            *(f"b{place}" for place in self.inputs),
+            *(f"b{place}" for place in self.traversal.roots),
         ]
 
     def _plain(self, rank: int) -> str:
@@ -346,7 +324,7 @@ class _Writer:
 
     def _grouped(self, sums: list[int], rank: int) -> str:
         """Return a kernel over the rows of one task, or over one row of each of many tasks."""
-        parts = [f"q{at}" for at in sums]
+        parts = [f"q{place}" for place in sums]
         flags = [f"{name}: tl.constexpr" for name in ("HAS_POSITIONS", "LANES", "ROWS")]
         arguments = ", ".join(
             ["groups", "begins", "ends", "part_numbers", "positions", "num_tasks", "seed"]
@@ -362,20 +340,20 @@ class _Writer:
             *self.before,
         ]
         ends = []
-        for at in sums:
-            one = self.program[at]
-            indices = self._indices(one.shape)
-            sizes = [_padded(size) for size in one.shape][: rank - 1]
+        for place in sums:
+            operation = self.program[place]
+            indices = self._indices(operation.shape)
+            sizes = [_padded(size) for size in operation.shape][: rank - 1]
             shape = ", ".join(["NUM_GROUPS", *map(str, sizes), *["1"] * (rank - 1 - len(sizes))])
-            lines.append(f"a{at} = tl.full([{shape}], {_neutral(one)}, tl.float32)")
-            size, flat = math.prod(one.shape), _flat(indices, one.shape)
+            lines.append(f"a{place} = tl.full([{shape}], {_neutral(operation)}, tl.float32)")
+            size, flat = math.prod(operation.shape), _flat(indices, operation.shape)
             inside = "".join(f" & {condition}" for condition in _conditions(indices))
             for buffer, row, whole in (
-                (f"b{at}", "group", "part_number < 0"),
-                (f"q{at}", "part_number", "part_number >= 0"),
+                (f"b{place}", "group", "part_number < 0"),
+                (f"q{place}", "part_number", "part_number >= 0"),
             ):
-                place = f"{buffer} + {row}.to(tl.int64) * {size} + {flat}"
-                ends.append(f"tl.store({place}, a{at}, mask=alive & ({whole}){inside})")
+                pointer = f"{buffer} + {row}.to(tl.int64) * {size} + {flat}"
+                ends.append(f"tl.store({pointer}, a{place}, mask=alive & ({whole}){inside})")
         lines += [
             "for at in range(0, tl.max(end - begin), STEP):",
             f"    p = begin + at + tl.arange(0, ROWS){_spread(0, rank)} * (0 if LANES else 1)",
@@ -400,7 +378,7 @@ def _spread(dimension: int, rank: int) -> str:
     """Return subscripts that put a vector along one dimension of a tile."""
     if rank == 1:
         return ""
-    return f"[{', '.join(':' if at == dimension else 'None' for at in range(rank))}]"
+    return f"[{', '.join(':' if axis == dimension else 'None' for axis in range(rank))}]"
 
 
 def _padded(size: int) -> int:
@@ -409,7 +387,9 @@ def _padded(size: int) -> int:
 
 def _numbers(indices: list[_Index]) -> int:
     """Return the numbers in a tile with these indices, not counting rows."""
-    return math.prod(_padded(size) for _, size in frozenset[tuple[int, int]]().union(*(one.axes for one in indices)))
+    return math.prod(
+        _padded(size) for _, size in frozenset[tuple[int, int]]().union(*(index.axes for index in indices))
+    )
 
 
 def _conditions(indices: list[_Index]) -> list[str]:
@@ -420,9 +400,9 @@ def _number(value: float) -> str:
     return repr(value) if math.isfinite(value) else f'float("{value}")'
 
 
-def _neutral(one: Operation) -> str:
-    assert isinstance(one, Reduce)
-    return "0.0" if one.kind == "sum" else 'float("-inf")'
+def _neutral(operation: Operation) -> str:
+    assert isinstance(operation, Reduce)
+    return "0.0" if operation.kind == "sum" else 'float("-inf")'
 
 
 def _flat(indices: list[_Index], shape: Shape) -> str:
@@ -434,15 +414,15 @@ def _flat(indices: list[_Index], shape: Shape) -> str:
     return text or "0"
 
 
-def _reshaped(indices: list[_Index], given: Shape, wanted: Shape) -> list[_Index]:
-    """Return the indices into ``wanted`` of the element at ``indices`` of ``given``."""
-    long = [(index, size) for index, size in zip(indices, given, strict=True) if size != 1]
+def _reshaped(indices: list[_Index], shape: Shape, wanted: Shape) -> list[_Index]:
+    """Return the indices into ``wanted`` of the element at ``indices`` of ``shape``."""
+    long = [(index, size) for index, size in zip(indices, shape, strict=True) if size != 1]
     if [size for _, size in long] == [size for size in wanted if size != 1]:
         rest = iter(index for index, _ in long)
         return [_ZERO if size == 1 else next(rest) for size in wanted]
-    flat, conditions = _flat(indices, given), tuple(_conditions(indices))
-    axes, found, below = frozenset[tuple[int, int]]().union(*(index.axes for index in indices)), [], 1
+    flat, conditions = _flat(indices, shape), tuple(_conditions(indices))
+    axes, result, below = frozenset[tuple[int, int]]().union(*(index.axes for index in indices)), [], 1
     for size in reversed(wanted):
-        found.append(_ZERO if size == 1 else _Index(f"({flat} // {below} % {size})", conditions, axes))
+        result.append(_ZERO if size == 1 else _Index(f"({flat} // {below} % {size})", conditions, axes))
         below *= size
-    return found[::-1]
+    return result[::-1]

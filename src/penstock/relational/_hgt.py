@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from penstock.arguments import checked, must_be
 from penstock.relational._graph import RelationalGraph, graph_of_types
-from penstock.relational._language import Graph, Value, dot, softmax
+from penstock.relational._language import LayerGraph, Value, dot, softmax
 from penstock.relational._rgcn import check_features, check_relations
 from penstock.relational._run import layer
 
@@ -18,7 +18,7 @@ EdgeType = tuple[str, str, str]
 
 
 @layer
-def _attention(g: Graph, key: Any, query: Any, value: Any, to_key: Any, to_message: Any, prior: Any) -> Value:
+def _attention(g: LayerGraph, key: Any, query: Any, value: Any, to_key: Any, to_message: Any, prior: Any) -> Value:
     for e in g.edges():
         score = dot(key[e.src] @ to_key[e.etype], query[e.dst]) * prior[e.etype]
         message = softmax(score).unsqueeze(-1) * (value[e.src] @ to_message[e.etype])
@@ -46,7 +46,7 @@ class HGTConv(nn.Module):
         if out_channels % heads:
             raise ValueError(f"out_channels={out_channels} must be divisible by heads={heads}")
         self.node_types = list(metadata[0])
-        self.edge_types: list[EdgeType] = [(one[0], one[1], one[2]) for one in metadata[1]]
+        self.edge_types: list[EdgeType] = [(kind[0], kind[1], kind[2]) for kind in metadata[1]]
         self.in_channels = (
             dict.fromkeys(self.node_types, in_channels) if isinstance(in_channels, int) else dict(in_channels)
         )
@@ -63,7 +63,7 @@ class HGTConv(nn.Module):
         self.k_rel = _Matrices(heads * len(self.edge_types), width)
         self.v_rel = _Matrices(heads * len(self.edge_types), width)
         self.skip = nn.ParameterDict({name: nn.Parameter(torch.ones(1)) for name in self.node_types})
-        self.p_rel = nn.ParameterDict({"__".join(one): nn.Parameter(torch.ones(1, heads)) for one in self.edge_types})
+        self.p_rel = nn.ParameterDict({"__".join(kind): nn.Parameter(torch.ones(1, heads)) for kind in self.edge_types})
 
     def forward(
         self,
@@ -84,19 +84,19 @@ class HGTConv(nn.Module):
         sizes = [len(x[name]) for name in self.node_types] if isinstance(x, Mapping) else None
         graph = self._graph(graph, sizes)
         features = self._features(x, graph)
-        projected = [self.kqv_lin(name, one) for name, one in zip(self.node_types, features, strict=True)]
+        projected = [self.kqv_lin(name, rows) for name, rows in zip(self.node_types, features, strict=True)]
         key, query, value = torch.cat(projected).view(-1, 3, self.heads, self.out_channels // self.heads).unbind(1)
-        found = _attention(graph, key, query, value, self._by_edge_type(self.k_rel), self._by_edge_type(self.v_rel),
+        total = _attention(graph, key, query, value, self._by_edge_type(self.k_rel), self._by_edge_type(self.v_rel),
                            self._prior())  # fmt: skip
-        parts = found.reshape(-1, self.out_channels).split([len(one) for one in features])
+        parts = total.reshape(-1, self.out_channels).split([len(rows) for rows in features])
         results = {
-            name: self._updated(name, part, one)
-            for name, part, one in zip(self.node_types, parts, features, strict=True)
+            name: self._updated(name, part, rows)
+            for name, part, rows in zip(self.node_types, parts, features, strict=True)
         }
         if not isinstance(x, Mapping):
             return torch.cat(list(results.values()))
         entered = {target for _, _, target in self.edge_types}
-        return {name: one for name, one in results.items() if name in entered}
+        return {name: result for name, result in results.items() if name in entered}
 
     def _graph(
         self, graph: RelationalGraph | Mapping[EdgeType, torch.Tensor], sizes: list[int] | None
@@ -104,13 +104,13 @@ class HGTConv(nn.Module):
         if not isinstance(graph, RelationalGraph):
             if sizes is None:
                 raise ValueError("`x` must be a mapping if edge_index_dict is one: conv(x_dict, edge_index_dict)")
-            if not isinstance(graph, Mapping) or any(not isinstance(one, torch.Tensor) for one in graph.values()):
+            if not isinstance(graph, Mapping) or any(not isinstance(edges, torch.Tensor) for edges in graph.values()):
                 words = "a RelationalGraph, or a dict of edge_index by type"
                 raise must_be("graph", words, graph, "conv(data.x_dict, data.edge_index_dict)")
             device = next(iter(graph.values())).device if graph else torch.device("cpu")
             if self._no_edges is None or self._no_edges.device != device:
                 self._no_edges = torch.empty(2, 0, dtype=torch.int64, device=device)
-            edges = {one: graph.get(one, self._no_edges) for one in self.edge_types}
+            edges = {kind: graph.get(kind, self._no_edges) for kind in self.edge_types}
             return graph_of_types(edges, dict(zip(self.node_types, sizes, strict=True)))
         check_relations(graph, len(self.edge_types))
         if graph.num_node_types != len(self.node_types):
@@ -137,11 +137,11 @@ class HGTConv(nn.Module):
         return matrices.weight.view(self.heads, len(self.edge_types), width, width).transpose(0, 1)
 
     def _prior(self) -> torch.Tensor:
-        rows = [self.p_rel["__".join(one)] for one in self.edge_types]
+        rows = [self.p_rel["__".join(kind)] for kind in self.edge_types]
         return torch.cat(rows) / math.sqrt(self.out_channels // self.heads)
 
-    def _updated(self, name: str, found: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        mapped: torch.Tensor = self.out_lin(name, functional.gelu(found))
+    def _updated(self, name: str, total: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        mapped: torch.Tensor = self.out_lin(name, functional.gelu(total))
         if mapped.shape[-1] != before.shape[-1]:
             return mapped
         share: torch.Tensor = self.skip[name].sigmoid()
@@ -162,8 +162,8 @@ class _ByType(nn.Module):
 
     def forward(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """Map ``[nodes, in]`` to ``[nodes, out]``."""
-        found: torch.Tensor = self.lins[name](x)
-        return found
+        mapped: torch.Tensor = self.lins[name](x)
+        return mapped
 
 
 class _Matrices(nn.Module):

@@ -15,6 +15,7 @@ from typing import Literal
 
 from penstock.errors import InternalError
 from penstock.relational._domain import Domain
+from penstock.relational._elementwise import FUNCTIONS
 
 Shape = tuple[int, ...]
 """Shape of one row; ``()`` is a number."""
@@ -61,7 +62,7 @@ class Map(Operation):
     """An element-wise function; rows of operands are broadcast against each other from the right."""
 
     function: str
-    """A name in `FUNCTIONS`."""
+    """A name in `_elementwise.FUNCTIONS`."""
     parameter: float = 0.0
     """The parameter of functions that have one, such as the slope of ``leaky_relu``."""
 
@@ -138,18 +139,6 @@ class SameRows(Operation):
     """The operand's rows under the name of another domain, for graphs whose targets are its sources."""
 
 
-FUNCTIONS: Mapping[str, int] = {
-    "add": 2, "subtract": 2, "multiply": 2, "divide": 2, "negate": 1, "maximum": 2,
-    "exp": 1, "log": 1, "sqrt": 1, "reciprocal": 1, "tanh": 1, "sigmoid": 1, "gelu": 1, "gelu_slope": 1,
-    "relu": 1, "leaky_relu": 1, "leaky_relu_slope": 1, "abs": 1, "sign": 1, "equal": 2, "is_largest": 2, "greater": 2,
-    "elu": 1, "elu_slope": 1, "stop_gradient": 1,
-}  # fmt: skip
-"""Element-wise functions by name, with their number of operands.
-
-``is_largest`` is ``equal`` for a maximum, which may be rounded.
-"""
-
-
 @dataclass(frozen=True, slots=True)
 class Program:
     """Operations in order, and which of them are outputs."""
@@ -159,8 +148,8 @@ class Program:
     outputs: tuple[int, ...]
     """Places of the values that the caller gets."""
 
-    def __getitem__(self, at: int) -> Operation:
-        return self.operations[at]
+    def __getitem__(self, place: int) -> Operation:
+        return self.operations[place]
 
     def __len__(self) -> int:
         return len(self.operations)
@@ -168,19 +157,19 @@ class Program:
     @property
     def inputs(self) -> dict[int, Input]:
         """Inputs by their place."""
-        return {at: one for at, one in enumerate(self.operations) if isinstance(one, Input)}
+        return {place: operation for place, operation in enumerate(self.operations) if isinstance(operation, Input)}
 
     def readers(self) -> list[list[int]]:
         """Return, for each value, the operations that read it."""
-        found: list[list[int]] = [[] for _ in self.operations]
-        for at, one in enumerate(self.operations):
-            for operand in dict.fromkeys(one.operands):
-                found[operand].append(at)
-        return found
+        result: list[list[int]] = [[] for _ in self.operations]
+        for place, operation in enumerate(self.operations):
+            for operand in dict.fromkeys(operation.operands):
+                result[operand].append(place)
+        return result
 
     def __str__(self) -> str:
-        lines = [f"%{at:<3} {_line(one)}" for at, one in enumerate(self.operations)]
-        return "\n".join([*lines, "return " + ", ".join(f"%{at}" for at in self.outputs)])
+        lines = [f"%{place:<3} {_line(operation)}" for place, operation in enumerate(self.operations)]
+        return "\n".join([*lines, "return " + ", ".join(f"%{place}" for place in self.outputs)])
 
 
 class Builder:
@@ -189,11 +178,11 @@ class Builder:
     def __init__(self, operations: Sequence[Operation] = ()):
         self.operations: list[Operation] = []
         self._places: dict[Operation, int] = {}
-        for one in operations:
-            self.add(one)
+        for operation in operations:
+            self.add(operation)
 
-    def __getitem__(self, at: int) -> Operation:
-        return self.operations[at]
+    def __getitem__(self, place: int) -> Operation:
+        return self.operations[place]
 
     def add(self, operation: Operation) -> int:
         """Return the value's place: a new one, or that of an equal operation."""
@@ -205,14 +194,14 @@ class Builder:
 
     def map(self, function: str, *operands: int, domain: Domain, parameter: float = 0.0) -> int:
         """Add an element-wise function of values."""
-        shape = broadcast(*(self[one].shape for one in operands))
+        shape = broadcast(*(self[operand].shape for operand in operands))
         return self.add(Map(domain=domain, shape=shape, operands=operands, function=function, parameter=parameter))
 
-    def widened(self, at: int, domain: Domain) -> int:
+    def widened(self, place: int, domain: Domain) -> int:
         """Return the value with a row for each row of ``domain``, which must be able to read it."""
-        if self[at].domain is domain:
-            return at
-        return self.map("add", at, self.add(Constant(domain=Domain.ONE, shape=(), value=0.0)), domain=domain)
+        if self[place].domain is domain:
+            return place
+        return self.map("add", place, self.add(Constant(domain=Domain.ONE, shape=(), value=0.0)), domain=domain)
 
     def program(self, outputs: Iterable[int]) -> Program:
         """Return the program so far, without values that ``outputs`` do not need."""
@@ -222,75 +211,79 @@ class Builder:
 def broadcast(*shapes: Shape) -> Shape:
     """Return the shape of an element-wise result. Raises ``ValueError`` if sizes differ and none is 1."""
     length = max((len(shape) for shape in shapes), default=0)
-    found = []
-    for at in range(-length, 0):
-        sizes = {shape[at] for shape in shapes if len(shape) >= -at} - {1}
+    result = []
+    for dimension in range(-length, 0):
+        sizes = {shape[dimension] for shape in shapes if len(shape) >= -dimension} - {1}
         if len(sizes) > 1:
             raise ValueError(f"shapes {' and '.join(str(shape) for shape in shapes)} do not broadcast")
-        found.append(sizes.pop() if sizes else 1)
-    return tuple(found)
+        result.append(sizes.pop() if sizes else 1)
+    return tuple(result)
 
 
 def rewritten(operation: Operation, places: Mapping[int, int] | Sequence[int]) -> Operation:
     """Return the operation with its operands at other places."""
-    return replace(operation, operands=tuple(places[one] for one in operation.operands))
+    return replace(operation, operands=tuple(places[operand] for operand in operation.operands))
 
 
 def pruned(program: Program) -> Program:
     """Return the program without operations and inputs that no output needs."""
     needed = set(program.outputs)
-    for at in reversed(range(len(program))):
-        if at in needed:
-            needed.update(program[at].operands)
+    for place in reversed(range(len(program))):
+        if place in needed:
+            needed.update(program[place].operands)
     places: dict[int, int] = {}
     kept: list[Operation] = []
-    for at, one in enumerate(program.operations):
-        if at in needed:
-            places[at] = len(kept)
-            kept.append(rewritten(one, places))
-    return Program(tuple(kept), tuple(places[at] for at in program.outputs))
+    for place, operation in enumerate(program.operations):
+        if place in needed:
+            places[place] = len(kept)
+            kept.append(rewritten(operation, places))
+    return Program(tuple(kept), tuple(places[place] for place in program.outputs))
 
 
 def verify(program: Program) -> None:
     """Raise ``InternalError`` unless every operand comes earlier and may be read there, and shapes agree."""
-    for at, one in enumerate(program.operations):
-        if any(operand >= at for operand in one.operands):
-            raise InternalError(f"%{at} reads a later value:\n{program}")
-        operands = [program[operand] for operand in one.operands]
-        if not _domains_agree(one, operands):
-            raise InternalError(f"%{at} has rows per {one.domain.value} and cannot read all its operands:\n{program}")
-        if not _shapes_agree(one, [operand.shape for operand in operands]):
-            raise InternalError(f"%{at} has the wrong shape, {one.shape}:\n{program}")
+    for place, operation in enumerate(program.operations):
+        if any(operand >= place for operand in operation.operands):
+            raise InternalError(f"%{place} reads a later value:\n{program}")
+        operands = [program[operand] for operand in operation.operands]
+        if not _domains_agree(operation, operands):
+            raise InternalError(
+                f"%{place} has rows per {operation.domain.value} and cannot read all its operands:\n{program}"
+            )
+        if not _shapes_agree(operation, [operand.shape for operand in operands]):
+            raise InternalError(f"%{place} has the wrong shape, {operation.shape}:\n{program}")
 
 
-def _domains_agree(one: Operation, operands: list[Operation]) -> bool:
-    if isinstance(one, Reduce | OuterSum):
-        return one.over.tells(one.domain) and all(one.over.tells(operand.domain) for operand in operands)
-    if isinstance(one, SameRows | Count):
-        return not isinstance(one, Count) or one.over.tells(one.domain)
-    return all(one.domain.tells(operand.domain) for operand in operands)
+def _domains_agree(operation: Operation, operands: list[Operation]) -> bool:
+    if isinstance(operation, Reduce | OuterSum):
+        return operation.over.tells(operation.domain) and all(
+            operation.over.tells(operand.domain) for operand in operands
+        )
+    if isinstance(operation, SameRows | Count):
+        return not isinstance(operation, Count) or operation.over.tells(operation.domain)
+    return all(operation.domain.tells(operand.domain) for operand in operands)
 
 
-def _shapes_agree(one: Operation, shapes: list[Shape]) -> bool:
-    match one:
+def _shapes_agree(operation: Operation, shapes: list[Shape]) -> bool:
+    match operation:
         case Map():
-            return len(shapes) == FUNCTIONS[one.function] and broadcast(*shapes) == one.shape
+            return len(shapes) == FUNCTIONS[operation.function].num_operands and broadcast(*shapes) == operation.shape
         case Matmul():
-            return matmul_shape(shapes[0], shapes[1], transposed=one.transposed) == one.shape
+            return matmul_shape(shapes[0], shapes[1], transposed=operation.transposed) == operation.shape
         case Dot():
-            return shapes[0][-1] == shapes[1][-1] and broadcast(*shapes)[:-1] == one.shape
+            return shapes[0][-1] == shapes[1][-1] and broadcast(*shapes)[:-1] == operation.shape
         case Reshape():
-            return math.prod(shapes[0]) == math.prod(one.shape)
+            return math.prod(shapes[0]) == math.prod(operation.shape)
         case SumTo():
-            return broadcast(shapes[0], one.shape) == shapes[0]
+            return broadcast(shapes[0], operation.shape) == shapes[0]
         case Slice():
-            return shapes[0][:-1] == one.shape[:-1] and one.start + one.shape[-1] <= shapes[0][-1]
+            return shapes[0][:-1] == operation.shape[:-1] and operation.start + operation.shape[-1] <= shapes[0][-1]
         case Concat():
-            return sum(shape[-1] for shape in shapes) == one.shape[-1]
+            return sum(shape[-1] for shape in shapes) == operation.shape[-1]
         case Reduce() | SameRows() | Dropout():
-            return shapes[0] == one.shape
+            return shapes[0] == operation.shape
         case OuterSum():
-            return (*broadcast(shapes[0][:-1], shapes[1][:-1]), shapes[0][-1], shapes[1][-1]) == one.shape
+            return (*broadcast(shapes[0][:-1], shapes[1][:-1]), shapes[0][-1], shapes[1][-1]) == operation.shape
         case _:
             return not shapes
 
@@ -303,28 +296,28 @@ def matmul_shape(left: Shape, right: Shape, *, transposed: bool) -> Shape:
     return (*broadcast(left[:-1], right[:-2]), outer)
 
 
-def _line(one: Operation) -> str:
-    operands = ", ".join(f"%{at}" for at in one.operands)
-    match one:
+def _line(operation: Operation) -> str:
+    operands = ", ".join(f"%{operand}" for operand in operation.operands)
+    match operation:
         case Input():
-            what = f"input {one.name!r}"
+            what = f"input {operation.name!r}"
         case Constant():
-            what = f"{one.value:g}"
+            what = f"{operation.value:g}"
         case Count():
-            what = f"number of {one.over.value} rows"
+            what = f"number of {operation.over.value} rows"
         case Map():
-            extra = f", {one.parameter:g}" if one.parameter else ""
-            what = f"{one.function}({operands}{extra})"
+            extra = f", {operation.parameter:g}" if operation.parameter else ""
+            what = f"{operation.function}({operands}{extra})"
         case Matmul():
-            what = f"%{one.operands[0]} @ %{one.operands[1]}" + (".T" if one.transposed else "")
+            what = f"%{operation.operands[0]} @ %{operation.operands[1]}" + (".T" if operation.transposed else "")
         case Reduce():
-            what = f"{one.kind} of {operands} over {one.over.value} rows"
+            what = f"{operation.kind} of {operands} over {operation.over.value} rows"
         case Dropout():
-            what = f"dropout {one.probability:g} of {operands}, stream {one.stream}"
+            what = f"dropout {operation.probability:g} of {operands}, stream {operation.stream}"
         case OuterSum():
-            what = f"sum of {operands.replace(', ', ' outer ')} over {one.over.value}"
+            what = f"sum of {operands.replace(', ', ' outer ')} over {operation.over.value}"
         case Slice():
-            what = f"{operands}[..., {one.start}:{one.start + one.shape[-1]}]"
+            what = f"{operands}[..., {operation.start}:{operation.start + operation.shape[-1]}]"
         case _:
-            what = f"{type(one).__name__.lower()}({operands})"
-    return f"{one.domain.value:<22} {list(one.shape)!s:<12} {what}"
+            what = f"{type(operation).__name__.lower()}({operands})"
+    return f"{operation.domain.value:<22} {list(operation.shape)!s:<12} {what}"

@@ -9,7 +9,6 @@ every node. There are three rules; an error names the line that breaks one:
 - rows are combined only by ``n.sum``, ``n.mean``, ``n.max`` and ``softmax``, over the edges that enter a node.
 """
 
-import abc
 import math
 import sys
 import traceback
@@ -66,7 +65,7 @@ def trace(
     """
     tracer = Tracer()
     symbols = {name: Argument(tracer, name, shape) for name, shape in arguments.items()}
-    returned = function(Graph(tracer), **symbols, **constants)
+    returned = function(LayerGraph(tracer), **symbols, **constants)
     values = list(returned) if isinstance(returned, tuple) else [returned]
     for value in values:
         if not isinstance(value, Value):
@@ -113,17 +112,17 @@ class Tracer:
 
     def domain(self, values: Sequence["Value"], scope: Scope) -> Domain:
         """Return the domain of a result: that of edges if an operand belongs to an edge or to one of its ends."""
-        found = common(self.builder[value.place].domain for value in values)
-        return Domain.EDGE if scope == "edge" and found not in OF_TYPES else found
+        narrow = common(self.builder[value.place].domain for value in values)
+        return Domain.EDGE if scope == "edge" and narrow not in OF_TYPES else narrow
 
     def map(self, function: str, *others: Any, parameter: float = 0.0) -> "Value":  # any: whatever `lift` accepts
         """Return an element-wise function of values."""
-        values = [self.lift(one) for one in others]
+        values = [self.lift(operand) for operand in others]
         scope = self.scope(values)
         try:
             place = self.builder.map(
                 function,
-                *(one.place for one in values),
+                *(operand.place for operand in values),
                 domain=self.domain(values, scope),
                 parameter=parameter,
             )
@@ -140,14 +139,16 @@ class Tracer:
         if isinstance(operation, Reduce | Count):  # a sum over edges: sources that are targets have it too
             return self.builder.add(SameRows(domain=domain, shape=operation.shape, operands=(place,)))
         mirrored = replace(operation, domain=domain)
-        return self.builder.add(rewritten(mirrored, {one: self.at_sources(one) for one in operation.operands}))
+        return self.builder.add(
+            rewritten(mirrored, {operand: self.at_sources(operand) for operand in operation.operands})
+        )
 
 
-class Graph:
+class LayerGraph:
     """The graph that a layer iterates over."""
 
     def __init__(self, tracer: Tracer):
-        self._tracer = tracer
+        self.tracer = tracer
 
     def __iter__(self) -> NoReturn:
         refuse(
@@ -156,11 +157,11 @@ class Graph:
 
     def edges(self) -> "Iterator[Edge]":
         """Yield one edge, which stands for all."""
-        yield Edge(self._tracer)
+        yield Edge(self.tracer)
 
     def nodes(self) -> "Iterator[Node]":
         """Yield one node, which stands for all."""
-        yield Node(self._tracer)
+        yield Node(self.tracer)
 
 
 class Index:
@@ -199,7 +200,7 @@ class Node(Index):
     def __init__(self, tracer: Tracer):
         super().__init__(Domain.TARGET, "a node", "node")
         self.ntype = Index(Domain.TARGET_TYPE, "a node type", "node")
-        self._tracer = tracer
+        self.tracer = tracer
 
     def sum(self, value: "Value") -> "Value":
         """Return the sum of an edge's value over the edges that enter the node; 0 if there are none."""
@@ -215,24 +216,23 @@ class Node(Index):
 
     def degree(self) -> "Value":
         """Return the number of edges that enter the node."""
-        return self._tracer.value(Count(domain=Domain.TARGET, shape=(), over=Domain.EDGE), "node")
+        return self.tracer.value(Count(domain=Domain.TARGET, shape=(), over=Domain.EDGE), "node")
 
     def _reduce(self, value: "Value", kind: Literal["sum", "max"]) -> "Value":
-        value = self._tracer.lift(value)
+        value = self.tracer.lift(value)
         if value.scope == "node":
             refuse("cannot reduce a value of a node; reduce values of edges, as in n.sum(x[e.src])")
         operation = Reduce(
             domain=Domain.TARGET, shape=value.shape, operands=(value.place,), over=Domain.EDGE, kind=kind
         )
-        return self._tracer.value(operation, "node")
+        return self.tracer.value(operation, "node")
 
 
-class _Arithmetic(abc.ABC):
+class _Arithmetic:
     """The operators that values and tensors share."""
 
-    @abc.abstractmethod
-    def _tracer_of(self) -> Tracer:
-        """Return the tracer that records operations."""
+    tracer: Tracer
+    """The tracer that records operations."""
 
     def _compared(self, _: object) -> NoReturn:
         refuse("values cannot be compared or branched on; use maximum(a, b), relu(a) or products with a mask")
@@ -243,34 +243,34 @@ class _Arithmetic(abc.ABC):
         self._compared(None)
 
     def __add__(self, other: Any) -> "Value":
-        return self._tracer_of().map("add", self, other)
+        return self.tracer.map("add", self, other)
 
     def __radd__(self, other: Any) -> "Value":
-        return self._tracer_of().map("add", other, self)
+        return self.tracer.map("add", other, self)
 
     def __sub__(self, other: Any) -> "Value":
-        return self._tracer_of().map("subtract", self, other)
+        return self.tracer.map("subtract", self, other)
 
     def __rsub__(self, other: Any) -> "Value":
-        return self._tracer_of().map("subtract", other, self)
+        return self.tracer.map("subtract", other, self)
 
     def __mul__(self, other: Any) -> "Value":
-        return self._tracer_of().map("multiply", self, other)
+        return self.tracer.map("multiply", self, other)
 
     def __rmul__(self, other: Any) -> "Value":
-        return self._tracer_of().map("multiply", other, self)
+        return self.tracer.map("multiply", other, self)
 
     def __truediv__(self, other: Any) -> "Value":
-        return self._tracer_of().map("divide", self, other)
+        return self.tracer.map("divide", self, other)
 
     def __rtruediv__(self, other: Any) -> "Value":
-        return self._tracer_of().map("divide", other, self)
+        return self.tracer.map("divide", other, self)
 
     def __neg__(self) -> "Value":
-        return self._tracer_of().map("negate", self)
+        return self.tracer.map("negate", self)
 
     def __matmul__(self, other: Any) -> "Value":
-        tracer = self._tracer_of()
+        tracer = self.tracer
         left, right = tracer.lift(self), tracer.lift(other)
         scope = tracer.scope([left, right])
         if len(right.shape) < 2 or not left.shape:
@@ -293,15 +293,15 @@ class Argument(_Arithmetic):
     """
 
     def __init__(self, tracer: Tracer, name: str, shape: ArgumentShape):
-        self._tracer, self._name, self._shape = tracer, name, shape
+        self.tracer, self._name, self._shape = tracer, name, shape
         self._used_by: tuple[str, str] | None = None
 
     def __getitem__(self, index: Any) -> "Value":
-        if isinstance(index, tuple) and len(index) == 2 and all(isinstance(one, Index) for one in index):
-            if [one.domain for one in index] != [Domain.SOURCE, Domain.EDGE_TYPE]:
+        if isinstance(index, tuple) and len(index) == 2 and all(isinstance(part, Index) for part in index):
+            if [part.domain for part in index] != [Domain.SOURCE, Domain.EDGE_TYPE]:
                 refuse(f"{self._name} can be looked up by two indexes only if they are [e.src, e.etype], in this order")
             self._note("a source and an edge type")
-            return self._tracer.value(
+            return self.tracer.value(
                 Input(domain=Domain.SOURCE_AND_TYPE, shape=self._shape.source[1:], name=self._name), "edge"
             )
         if not isinstance(index, Index):
@@ -313,12 +313,12 @@ class Argument(_Arithmetic):
         shape = self._shape.source if index.domain is Domain.SOURCE else self._shape.target
         if not shape:
             refuse(f"{self._name} is a number and has no rows to look up")
-        return self._tracer.value(Input(domain=index.domain, shape=shape[1:], name=self._name), index.scope)
+        return self.tracer.value(Input(domain=index.domain, shape=shape[1:], name=self._name), index.scope)
 
     def whole(self) -> "Value":
         """Return the tensor itself, the same for every edge and node."""
         self._note("nothing")
-        return self._tracer.value(Input(domain=Domain.ONE, shape=self._shape.source, name=self._name), "all")
+        return self.tracer.value(Input(domain=Domain.ONE, shape=self._shape.source, name=self._name), "all")
 
     def _note(self, kind: str) -> None:
         if self._used_by is not None and self._used_by[0] != kind:
@@ -328,20 +328,17 @@ class Argument(_Arithmetic):
             )
         self._used_by = (kind, _user_line()[0])
 
-    def _tracer_of(self) -> Tracer:
-        return self._tracer
-
 
 class Value(_Arithmetic):
     """A value of an edge, a node, or the whole graph; ``shape`` is that of a row."""
 
     def __init__(self, tracer: Tracer, place: int, scope: Scope):
-        self._tracer, self.place, self.scope = tracer, place, scope
+        self.tracer, self.place, self.scope = tracer, place, scope
 
     @property
     def shape(self) -> Shape:
         """Shape of one row."""
-        return self._tracer.builder[self.place].shape
+        return self.tracer.builder[self.place].shape
 
     def __getitem__(self, index: Any) -> "Value":
         if isinstance(index, Index):
@@ -350,41 +347,42 @@ class Value(_Arithmetic):
             start, stop, step = index[1].indices(self.shape[-1])
             if step == 1 and stop > start:
                 shape = (*self.shape[:-1], stop - start)
-                operation = Slice(domain=self._domain, shape=shape, operands=(self.place,), start=start)
-                return self._tracer.value(operation, self.scope)
+                operation = Slice(domain=self.domain, shape=shape, operands=(self.place,), start=start)
+                return self.tracer.value(operation, self.scope)
         return refuse(
             "values of nodes must be looked up by an end of an edge, as in z[e.src]; for columns use z[..., 2:5]"
         )
 
     def reshape(self, *shape: int) -> "Value":
         """Return a row's elements in another shape; one size may be -1."""
-        given = list(shape)
+        sizes = list(shape)
         size = math.prod(self.shape)
-        if given.count(-1) == 1:
-            known = -math.prod(given)
-            given[given.index(-1)] = size // known if known else 0
-        if math.prod(given) != size or -1 in given:
+        if sizes.count(-1) == 1:
+            known = -math.prod(sizes)
+            sizes[sizes.index(-1)] = size // known if known else 0
+        if math.prod(sizes) != size or -1 in sizes:
             refuse(f"a row of shape {self.shape} cannot be reshaped to {shape}")
-        return self._tracer.value(Reshape(domain=self._domain, shape=tuple(given), operands=(self.place,)), self.scope)
+        return self.tracer.value(Reshape(domain=self.domain, shape=tuple(sizes), operands=(self.place,)), self.scope)
 
     view = reshape
 
     def unsqueeze(self, dimension: int) -> "Value":
         """Insert a dimension of size 1, like ``torch.unsqueeze`` on a row's dimensions."""
-        at = dimension if dimension >= 0 else dimension + len(self.shape) + 1
-        return self.reshape(*self.shape[:at], 1, *self.shape[at:])
+        position = dimension if dimension >= 0 else dimension + len(self.shape) + 1
+        return self.reshape(*self.shape[:position], 1, *self.shape[position:])
 
     def sum(self, dimension: int) -> "Value":
         """Sum over a dimension of the row."""
         shape = list(self.shape)
         shape[dimension] = 1
-        kept = SumTo(domain=self._domain, shape=tuple(shape), operands=(self.place,))
+        kept = SumTo(domain=self.domain, shape=tuple(shape), operands=(self.place,))
         del shape[dimension]
-        return self._tracer.value(kept, self.scope).reshape(*shape)
+        return self.tracer.value(kept, self.scope).reshape(*shape)
 
     @property
-    def _domain(self) -> Domain:
-        return self._tracer.builder[self.place].domain
+    def domain(self) -> Domain:
+        """The domain of its rows."""
+        return self.tracer.builder[self.place].domain
 
     def _looked_up(self, index: Index) -> "Value":
         if self.scope != "node" or index.domain not in (Domain.SOURCE, Domain.TARGET):
@@ -392,39 +390,36 @@ class Value(_Arithmetic):
                 f"a value of {_a(self.scope)} cannot be looked up by {index.what}; only values of nodes can be looked "
                 "up, by e.src or e.dst"
             )
-        place = self._tracer.at_sources(self.place) if index.domain is Domain.SOURCE else self.place
-        return Value(self._tracer, place, index.scope)
-
-    def _tracer_of(self) -> Tracer:
-        return self._tracer
+        place = self.tracer.at_sources(self.place) if index.domain is Domain.SOURCE else self.place
+        return Value(self.tracer, place, index.scope)
 
 
 def dot(left: Any, right: Any) -> Value:  # any: values or tensors
     """Return the sum over the last dimension of ``left * right``."""
     tracer = _tracer(left, right)
-    one, two = tracer.lift(left), tracer.lift(right)
-    scope = tracer.scope([one, two])
-    if not one.shape or not two.shape or one.shape[-1] != two.shape[-1]:
-        refuse(f"dot of rows of shape {one.shape} and {two.shape}: their last sizes must be equal")
+    first, second = tracer.lift(left), tracer.lift(right)
+    scope = tracer.scope([first, second])
+    if not first.shape or not second.shape or first.shape[-1] != second.shape[-1]:
+        refuse(f"dot of rows of shape {first.shape} and {second.shape}: their last sizes must be equal")
     try:
-        shape = broadcast(one.shape, two.shape)[:-1]
+        shape = broadcast(first.shape, second.shape)[:-1]
     except ValueError as error:
         refuse(str(error))
     return tracer.value(
-        Dot(domain=tracer.domain([one, two], scope), shape=shape, operands=(one.place, two.place)), scope
+        Dot(domain=tracer.domain([first, second], scope), shape=shape, operands=(first.place, second.place)), scope
     )
 
 
 def concat(*values: Value) -> Value:
     """Concatenate values along the last dimension."""
     tracer = _tracer(*values)
-    found = [tracer.lift(one) for one in values]
-    scope = tracer.scope(found)
-    if len({one.shape[:-1] for one in found}) > 1 or not all(one.shape for one in found):
-        refuse(f"rows must differ only in their last size, got shapes {[one.shape for one in found]}")
-    shape = (*found[0].shape[:-1], sum(one.shape[-1] for one in found))
-    places = tuple(one.place for one in found)
-    return tracer.value(Concat(domain=tracer.domain(found, scope), shape=shape, operands=places), scope)
+    lifted = [tracer.lift(value) for value in values]
+    scope = tracer.scope(lifted)
+    if len({value.shape[:-1] for value in lifted}) > 1 or not all(value.shape for value in lifted):
+        refuse(f"rows must differ only in their last size, got shapes {[value.shape for value in lifted]}")
+    shape = (*lifted[0].shape[:-1], sum(value.shape[-1] for value in lifted))
+    places = tuple(value.place for value in lifted)
+    return tracer.value(Concat(domain=tracer.domain(lifted, scope), shape=shape, operands=places), scope)
 
 
 def softmax(score: Value, *, per_type: bool = False) -> Value:
@@ -468,7 +463,7 @@ def dropout(value: Value, probability: float) -> Value:
     value = tracer.lift(value)
     seed = tracer.builder.add(Input(domain=Domain.ONE, shape=(), name=SEED))
     tracer.num_dropouts += 1
-    domain = Domain.EDGE if value.scope == "edge" else value._domain
+    domain = Domain.EDGE if value.scope == "edge" else value.domain
     operation = Dropout(
         domain=domain,
         shape=value.shape,
@@ -549,7 +544,7 @@ def _user_line() -> tuple[str, str]:
 def _tracer(*values: Any) -> Tracer:
     for value in values:
         if isinstance(value, Value | Argument):
-            return value._tracer_of()
+            return value.tracer
     refuse("functions of penstock.relational expect values of a layer; pass tensors to the layer when you call it")
 
 

@@ -8,7 +8,7 @@
   values that a product reads.
 - *BlockedSum*: a product whose rows are only summed per node. A block of rows is multiplied and added at once, so that
   the products never exist as a whole, nor do the sums that are multiplied, if nothing else reads them.
-- *Whole*: operations that have rows only per type, or fit no template, run in PyTorch.
+- *WholeOperation*: operations that have rows only per type, or fit no template, run in PyTorch.
 
 Sums that go through the same rows in the same order share one traversal, unless one needs the other's result.
 """
@@ -64,7 +64,7 @@ class Outer:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class WholeOperation:
     """An operation that PyTorch runs."""
 
     place: int
@@ -102,7 +102,7 @@ class BlockedSum:
     """
 
 
-Step = Product | Outer | Whole | Traversal | BlockedSum
+Step = Product | Outer | WholeOperation | Traversal | BlockedSum
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,51 +136,56 @@ def lower(program: Program, *, blocked: bool) -> Lowered:
     stored = _stored(program)
     sums = _blocked_sums(program, stored) if blocked else {}
     added = _added_up(program, stored, sums)
-    later = {sums[at].place for pair in added.values() for at in pair}
+    later = {sums[place].place for pair in added.values() for place in pair}
     steps: list[Step] = []
     made_by: dict[int, int] = {}
-    for at, one in enumerate(program.operations):
-        if at not in stored or at in later or isinstance(one, Input | SameRows):
+    for place, operation in enumerate(program.operations):
+        if place not in stored or place in later or isinstance(operation, Input | SameRows):
             continue
-        if at in added:
-            first, second = (sums[place] for place in added[at])
-            made_by[first.place], made_by[at] = len(steps), len(steps) + 1
-            steps += [first, BlockedSum(at, second.product, second.rows, onto=first.place)]
+        if place in added:
+            first, second = (sums[part] for part in added[place])
+            made_by[first.place], made_by[place] = len(steps), len(steps) + 1
+            steps += [first, BlockedSum(place, second.product, second.rows, onto=first.place)]
             continue
-        step: Step = sums[at] if at in sums else _template(one, at, program)
+        step: Step = sums[place] if place in sums else _template(operation, place, program)
         if isinstance(step, Traversal):
-            step.reads = _reads(program, stored, at)
+            step.reads = _reads(program, stored, place)
             joined = _join(program, steps, step, made_by)
             if joined is not None:
-                made_by[at] = joined
+                made_by[place] = joined
                 continue
-        made_by[at] = len(steps)
+        made_by[place] = len(steps)
         steps.append(step)
     return Lowered(program, tuple(steps), frozenset(stored))
 
 
 def _blocked_sums(program: Program, stored: set[int]) -> dict[int, BlockedSum]:
     """Return the blocked sums by the place of their `Reduce`; remove what they compute in blocks from ``stored``."""
-    readers, found = program.readers(), {}
-    for at, one in enumerate(program.operations):
-        if not isinstance(one, Reduce) or one.kind != "sum":
+    readers, sums = program.readers(), {}
+    for place, operation in enumerate(program.operations):
+        if not isinstance(operation, Reduce) or operation.kind != "sum":
             continue
-        (product,) = one.operands
+        (product,) = operation.operands
         matmul = program[product]
-        if not isinstance(matmul, Matmul) or matmul.domain is not one.over or one.domain is not ENDS.get(one.over):
+        if (
+            not isinstance(matmul, Matmul)
+            or matmul.domain is not operation.over
+            or operation.domain is not ENDS.get(operation.over)
+        ):
             continue
         left, matrix = matmul.operands
         is_by_type = program[matrix].domain is Domain.EDGE_TYPE and _has_plain_heads(program, matmul)
-        if not is_by_type or readers[product] != [at] or product in program.outputs:
+        if not is_by_type or readers[product] != [place] or product in program.outputs:
             continue
         rows, summed = None, program[left]
+        # In training the sums stay, because the weight's gradient reads them; in inference nothing else does.
         is_own = readers[left] == [product] and left not in program.outputs
         if isinstance(summed, Reduce) and is_own and summed.domain is matmul.domain and summed.over is Domain.EDGE:
             rows = Traversal(summed.over, summed.domain, [left], _reads(program, stored, left))
             stored.discard(left)
         stored.discard(product)
-        found[at] = BlockedSum(at, product, rows)
-    return found
+        sums[place] = BlockedSum(place, product, rows)
+    return sums
 
 
 def _added_up(program: Program, stored: set[int], sums: dict[int, BlockedSum]) -> dict[int, tuple[int, int]]:
@@ -188,50 +193,51 @@ def _added_up(program: Program, stored: set[int], sums: dict[int, BlockedSum]) -
 
     The second blocked sum adds into the first's memory.
     """
-    readers, found = program.readers(), {}
-    for at, one in enumerate(program.operations):
-        if at not in stored or not isinstance(one, Map) or one.function != "add":
+    readers, added = program.readers(), {}
+    for place, operation in enumerate(program.operations):
+        if place not in stored or not isinstance(operation, Map) or operation.function != "add":
             continue
         parts = []
-        for operand in one.operands:
+        for operand in operation.operands:
             path = [operand]
             while isinstance(alias := program[path[-1]], SameRows):
                 path.append(alias.operands[0])
-            alone = all(len(readers[place]) == 1 and place not in program.outputs for place in path)
-            fits = program[operand].domain is one.domain and program[operand].shape == one.shape
+            alone = all(len(readers[name]) == 1 and name not in program.outputs for name in path)
+            fits = program[operand].domain is operation.domain and program[operand].shape == operation.shape
             if path[-1] in sums and alone and fits:
                 parts.append(path[-1])
         if len(parts) == 2 and parts[0] != parts[1]:
-            found[at] = (parts[0], parts[1])
-    return found
+            added[place] = (parts[0], parts[1])
+    return added
 
 
-def _template(one: Operation, at: int, program: Program) -> Step:
-    match one:
+def _template(operation: Operation, place: int, program: Program) -> Step:
+    match operation:
         case Matmul():
-            matrix = program[one.operands[1]].domain
-            is_typed = matrix is Domain.ONE or (one.domain, matrix) in _SEGMENTED
-            fits = is_typed and one.domain not in OF_TYPES and _has_plain_heads(program, one)
-            return Product(at) if fits else Whole(at)
+            matrix = program[operation.operands[1]].domain
+            is_typed = matrix is Domain.ONE or (operation.domain, matrix) in _SEGMENTED
+            fits = is_typed and operation.domain not in OF_TYPES and _has_plain_heads(program, operation)
+            return Product(place) if fits else WholeOperation(place)
         case OuterSum():
-            is_typed = one.domain is Domain.ONE or (one.over, one.domain) in _SEGMENTED
-            fits = is_typed and one.over not in OF_TYPES and _has_plain_heads(program, one)
-            return Outer(at) if fits else Whole(at)
-        case Reduce() if one.over is not one.domain and one.over not in OF_TYPES:
-            return Traversal(one.over, one.domain, [at])
-        case Map() | Dot() | Reshape() | SumTo() | Slice() | Concat() | Dropout() if one.domain not in OF_TYPES:
-            return Traversal(one.domain, None, [at])
+            is_typed = operation.domain is Domain.ONE or (operation.over, operation.domain) in _SEGMENTED
+            fits = is_typed and operation.over not in OF_TYPES and _has_plain_heads(program, operation)
+            return Outer(place) if fits else WholeOperation(place)
+        case Reduce() if operation.over is not operation.domain and operation.over not in OF_TYPES:
+            return Traversal(operation.over, operation.domain, [place])
+        case Map() | Dot() | Reshape() | SumTo() | Slice() | Concat() | Dropout() if operation.domain not in OF_TYPES:
+            return Traversal(operation.domain, None, [place])
         case _:
-            return Whole(at)
+            return WholeOperation(place)
 
 
-def _has_plain_heads(program: Program, one: Operation) -> bool:
+def _has_plain_heads(program: Program, operation: Operation) -> bool:
     """Return whether leading dimensions are the same on both sides, or missing on one."""
-    trailing = (1, 1) if isinstance(one, OuterSum) else (1, 2)
-    result = 2 if isinstance(one, OuterSum) else 1
-    heads = math.prod(one.shape[:-result])
+    trailing = (1, 1) if isinstance(operation, OuterSum) else (1, 2)
+    result = 2 if isinstance(operation, OuterSum) else 1
+    heads = math.prod(operation.shape[:-result])
     return all(
-        math.prod(program[at].shape[:-last]) in (1, heads) for at, last in zip(one.operands, trailing, strict=True)
+        math.prod(program[operand].shape[:-last]) in (1, heads)
+        for operand, last in zip(operation.operands, trailing, strict=True)
     )
 
 
@@ -257,71 +263,71 @@ def _join(program: Program, steps: list[Step], new: Traversal, made_by: dict[int
 
 def _is_at_hand(program: Program, old: Step, read: int, number: int, made_by: dict[int, int]) -> bool:
     """Return whether a value exists before the step, or the step computes it for the current row."""
-    made = made_by.get(read, -1)
-    if made < number:
+    maker = made_by.get(read, -1)
+    if maker < number:
         return True
     assert isinstance(old, Traversal)
-    return made == number and not isinstance(program[read], Reduce)
+    return maker == number and not isinstance(program[read], Reduce)
 
 
 def _stored(program: Program) -> set[int]:
     """Return the values that exist as tensors."""
     readers = program.readers()
-    found = set(program.outputs)
-    for at, one in enumerate(program.operations):
-        if isinstance(one, Input | Matmul | OuterSum | Reduce | Count):
-            found.add(at)
-        if isinstance(one, Matmul | OuterSum | SameRows) or _is_whole(one):
-            found.update(operand for operand in one.operands if not isinstance(program[operand], Constant))
-    for at, one in enumerate(program.operations):
-        if isinstance(one, ROW_BY_ROW) and at not in found and _is_worth_storing(program, readers, at):
-            found.add(at)
-    return found | {at for at, one in enumerate(program.operations) if isinstance(one, SameRows)}
+    stored = set(program.outputs)
+    for place, operation in enumerate(program.operations):
+        if isinstance(operation, Input | Matmul | OuterSum | Reduce | Count):
+            stored.add(place)
+        if isinstance(operation, Matmul | OuterSum | SameRows) or _is_whole(operation):
+            stored.update(operand for operand in operation.operands if not isinstance(program[operand], Constant))
+    for place, operation in enumerate(program.operations):
+        if isinstance(operation, ROW_BY_ROW) and place not in stored and _is_worth_storing(program, readers, place):
+            stored.add(place)
+    return stored | {place for place, operation in enumerate(program.operations) if isinstance(operation, SameRows)}
 
 
-def _is_whole(one: Operation) -> bool:
+def _is_whole(operation: Operation) -> bool:
     """Return whether PyTorch computes the operation, and so reads tensors."""
-    return one.domain in OF_TYPES and isinstance(one, ROW_BY_ROW)
+    return operation.domain in OF_TYPES and isinstance(operation, ROW_BY_ROW)
 
 
-def _is_worth_storing(program: Program, readers: list[list[int]], at: int) -> bool:
+def _is_worth_storing(program: Program, readers: list[list[int]], place: int) -> bool:
     """Return whether to store a value: dots and sums within rows that many rows or several sums would recompute."""
-    one = program[at]
-    if one.domain in OF_TYPES:
+    operation = program[place]
+    if operation.domain in OF_TYPES:
         return True
-    if not isinstance(one, Dot | SumTo):
+    if not isinstance(operation, Dot | SumTo):
         return False
-    if any(_row_domain(program[reader]) is not one.domain for reader in readers[at]):
+    if any(_row_domain(program[reader]) is not operation.domain for reader in readers[place]):
         return True
-    return len(_sums_that_read(program, readers, at)) > 1
+    return len(_sums_that_read(program, readers, place)) > 1
 
 
-def _row_domain(one: Operation) -> Domain:
-    return one.over if isinstance(one, Reduce | OuterSum) else one.domain
+def _row_domain(operation: Operation) -> Domain:
+    return operation.over if isinstance(operation, Reduce | OuterSum) else operation.domain
 
 
-def _sums_that_read(program: Program, readers: list[list[int]], at: int) -> set[int]:
-    found: set[int] = set()
-    stack = list(readers[at])
+def _sums_that_read(program: Program, readers: list[list[int]], place: int) -> set[int]:
+    sums: set[int] = set()
+    stack = list(readers[place])
     while stack:
         reader = stack.pop()
         if isinstance(program[reader], ROW_BY_ROW) and reader not in program.outputs:
             stack.extend(readers[reader])
         else:
-            found.add(reader)
-    return found
+            sums.add(reader)
+    return sums
 
 
-def _reads(program: Program, stored: set[int], at: int) -> set[int]:
-    """Return the stored values that are read to compute the value at ``at``, through values that are not stored."""
-    found: set[int] = set()
-    stack = list(program[at].operands)
+def _reads(program: Program, stored: set[int], place: int) -> set[int]:
+    """Return the stored values that are read to compute the value at ``place``, through values that are not stored."""
+    reads: set[int] = set()
+    stack = list(program[place].operands)
     while stack:
-        one = stack.pop()
-        if one in stored:
-            found.add(one)
-            if isinstance(program[one], SameRows):
-                stack.extend(program[one].operands)
+        read = stack.pop()
+        if read in stored:
+            reads.add(read)
+            if isinstance(program[read], SameRows):
+                stack.extend(program[read].operands)
         else:
-            stack.extend(program[one].operands)
-    return found
+            stack.extend(program[read].operands)
+    return reads

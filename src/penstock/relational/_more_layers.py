@@ -7,14 +7,14 @@ from torch import nn
 
 from penstock.arguments import checked, must_be
 from penstock.relational._graph import RelationalGraph
-from penstock.relational._language import Graph, Value, dot, leaky_relu, softmax
+from penstock.relational._language import LayerGraph, Value, dot, leaky_relu, softmax
 from penstock.relational._rgcn import check_features, check_relations, glorot
 from penstock.relational._run import layer
 
 
 @layer
 def _composed(
-    g: Graph, x: Any, relation: Any, norm: Any, is_inverse: Any, forth: Any, back: Any, multiplies: bool
+    g: LayerGraph, x: Any, relation: Any, norm: Any, is_inverse: Any, forth: Any, back: Any, multiplies: bool
 ) -> Value:
     for e in g.edges():
         composed = x[e.src] * relation[e.etype] if multiplies else x[e.src] - relation[e.etype]
@@ -43,8 +43,8 @@ class CompGCNConv(nn.Module):
             nn.Parameter(torch.empty(in_channels, out_channels)) for _ in range(4)
         )
         self.loop_relation = nn.Parameter(torch.empty(1, in_channels))
-        for one in self.parameters():
-            glorot(one)
+        for parameter in self.parameters():
+            glorot(parameter)
 
     def forward(
         self, x: torch.Tensor, relation: torch.Tensor, graph: RelationalGraph
@@ -62,15 +62,15 @@ class CompGCNConv(nn.Module):
         source, target = graph.edge_index
         is_inverse = (torch.arange(2 * self.num_relations, device=x.device) >= self.num_relations).to(x.dtype)
         multiplies = self.composition == "multiply"
-        found = _composed(
+        result = _composed(
             graph, x, relation, degree[source] * degree[target], is_inverse, self.forth, self.back, multiplies
         )
         own = x * self.loop_relation if multiplies else x - self.loop_relation
-        return (found + own @ self.loop) / 3, relation @ self.relate
+        return (result + own @ self.loop) / 3, relation @ self.relate
 
 
 @layer
-def _simple(g: Graph, x: Any, weight: Any, at_source: Any, at_target: Any, edge_score: Any, heads: int) -> Value:
+def _simple(g: LayerGraph, x: Any, weight: Any, at_source: Any, at_target: Any, edge_score: Any, heads: int) -> Value:
     for n in g.nodes():
         z = (x[n] @ weight).reshape(heads, -1)
         from_source, from_target = dot(z, at_source), dot(z, at_target)
@@ -96,20 +96,20 @@ class SimpleHGNConv(nn.Module):
         self.edge = nn.Parameter(torch.empty(num_relations, edge_dim))
         self.edge_to_score = nn.Parameter(torch.empty(edge_dim, heads))
         self.residual = nn.Parameter(torch.empty(in_channels, heads * out_channels))
-        for one in self.parameters():
-            glorot(one)
+        for parameter in self.parameters():
+            glorot(parameter)
 
     def forward(self, x: torch.Tensor, graph: RelationalGraph) -> torch.Tensor:
         """Map ``[num_nodes, in]`` to ``[num_nodes, heads * out]``."""
         check_features(x, len(self.weight))
         check_relations(graph, self.num_relations)
         edge_score = self.edge @ self.edge_to_score
-        found: torch.Tensor = _simple(graph, x, self.weight, self.at_source, self.at_target, edge_score, self.heads)
-        return found.flatten(1) + x @ self.residual
+        result: torch.Tensor = _simple(graph, x, self.weight, self.at_source, self.at_target, edge_score, self.heads)
+        return result.flatten(1) + x @ self.residual
 
 
 @layer
-def _mean(g: Graph, x: Any, weight: Any) -> Value:
+def _mean(g: LayerGraph, x: Any, weight: Any) -> Value:
     for e in g.edges():
         message = x[e.src] @ weight[e.etype]
     for n in g.nodes():
@@ -138,5 +138,5 @@ class RGraphSAGEConv(nn.Module):
         """Map ``[num_sources, in]`` to ``[num_targets, out]``; in a block, the targets come first among the sources."""
         check_features(x, len(self.own))
         check_relations(graph, self.num_relations)
-        found = _mean(graph, x, self.weight) + x[: graph.num_targets] @ self.own + self.bias
-        return nn.functional.normalize(found, dim=-1) if self.normalize else found
+        result = _mean(graph, x, self.weight) + x[: graph.num_targets] @ self.own + self.bias
+        return nn.functional.normalize(result, dim=-1) if self.normalize else result

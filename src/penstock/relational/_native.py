@@ -17,9 +17,10 @@ from penstock.errors import InternalError
 from penstock.relational._domain import ENDS, Domain
 from penstock.relational._emit_c import emit
 from penstock.relational._graph import RelationalGraph
+from penstock.relational._indexes import Indexes
 from penstock.relational._ir import Matmul, OuterSum, Program
 from penstock.relational._lower import BlockedSum, Kernel, lower
-from penstock.relational._steps import Compiled, Run
+from penstock.relational._steps import Compiled, ProgramCall
 
 _PROCESS = os.getpid()
 """The process that may use OpenMP's threads: they do not survive a fork, so children use one thread."""
@@ -30,7 +31,7 @@ _FEW_ROWS = 2048
 DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 
 
-class _Context(ctypes.Structure):
+class _CContext(ctypes.Structure):
     _fields_ = (
         ("num_positions", ctypes.c_int64),
         ("num_groups", ctypes.c_int64),
@@ -43,7 +44,7 @@ class _Context(ctypes.Structure):
     )
 
 
-class _Rows(ctypes.Structure):
+class _CRows(ctypes.Structure):
     _fields_ = (
         ("rows", ctypes.c_void_p),
         ("index", ctypes.c_void_p),
@@ -52,7 +53,7 @@ class _Rows(ctypes.Structure):
     )
 
 
-class _Typed(ctypes.Structure):
+class _CTyped(ctypes.Structure):
     _fields_ = (
         ("num_types", ctypes.c_int64),
         ("num_heads", ctypes.c_int64),
@@ -87,11 +88,11 @@ class CompiledC(Compiled):
             return False
         return native.can_compile()
 
-    def start(self, graph: RelationalGraph) -> "_Run":
-        return _Run(self, graph)
+    def start(self, graph: RelationalGraph) -> "_CCall":
+        return _CCall(self, graph)
 
 
-class _Run(Run):
+class _CCall(ProgramCall):
     """The tensors of one call."""
 
     def __init__(self, compiled: CompiledC, graph: RelationalGraph):
@@ -107,133 +108,138 @@ class _Run(Run):
         if context.num_positions:
             _check(self.compiled.functions[kernel.name](ctypes.byref(context)))
 
-    def _context(self, kernel: Kernel, roots: Sequence[int]) -> _Context:
-        graph, step = self.graph, kernel.traversal
-        buffers = [self.value(at) for at in (*kernel.inputs, *roots)]
-        indexes = [graph.index_in_order(step.over, step.by, domain) for domain in kernel.indexes]
-        tables = _pointers(indexes), _pointers(buffers)
-        context = _Context(
-            num_positions=graph.count(step.over), num_threads=self.num_threads, seed=self.seed,
+    def _context(self, kernel: Kernel, roots: Sequence[int]) -> _CContext:
+        indexes, step = self.indexes, kernel.traversal
+        buffers = [self.value(place) for place in (*kernel.inputs, *roots)]
+        rows = [indexes.index_in_order(step.over, step.by, domain) for domain in kernel.indexes]
+        tables = _pointers(rows), _pointers(buffers)
+        context = _CContext(
+            num_positions=indexes.count(step.over), num_threads=self.num_threads, seed=self.seed,
             indexes=tables[0], buffers=tables[1],
         )  # fmt: skip
         context.keeps = tables  # type: ignore[attr-defined]  # alive as long as their addresses are used
         if step.by is not None:
-            positions, starts = graph.order(step.over, step.by)
-            context.num_groups = graph.count(step.by)
+            positions, starts = indexes.order(step.over, step.by)
+            context.num_groups = indexes.count(step.by)
             context.starts = starts.data_ptr()
             context.positions = None if positions is None else positions.data_ptr()
             context.keeps = tables, positions, starts  # type: ignore[attr-defined]
         return context
 
     def multiply(self, place: int) -> None:
-        one = self.program[place]
-        assert isinstance(one, Matmul)
-        typed, matrices = self._product(one)
-        by = self.program[one.operands[1]].domain
-        rows = self._rows(one.operands[0], one.domain, by, typed.inner, typed.num_heads)
-        places = self.graph.order(one.domain, by)[0]
-        found = self.make(place)
+        operation = self.program[place]
+        assert isinstance(operation, Matmul)
+        typed, matrices = self._product(operation)
+        by = self.program[operation.operands[1]].domain
+        rows = self._rows(operation.operands[0], operation.domain, by, typed.inner, typed.num_heads)
+        places = self.indexes.order(operation.domain, by)[0]
+        result = self.make(place)
         _check(
             self.compiled.products.penstock_typed_matmul(
                 ctypes.byref(typed), ctypes.byref(rows), *matrices,
-                None if places is None else ctypes.c_void_p(places.data_ptr()), ctypes.c_void_p(found.data_ptr()),
+                None if places is None else ctypes.c_void_p(places.data_ptr()), ctypes.c_void_p(result.data_ptr()),
                 ctypes.c_int64(self.num_threads),
             )
         )  # fmt: skip
 
     def sum_blocks(self, step: BlockedSum, kernel: Kernel | None) -> None:
-        one, graph = self.program[step.product], self.graph
-        assert isinstance(one, Matmul)
-        left, end = one.operands[0], ENDS[one.domain]  # the step's own domain may be the same nodes under another name
-        typed, matrices = self._product(one)
+        operation, indexes = self.program[step.product], self.indexes
+        assert isinstance(operation, Matmul)
+        left = operation.operands[0]
+        end = ENDS[operation.domain]  # the step's own domain may be the same nodes under another name
+        typed, matrices = self._product(operation)
         producer, context = None, None
         if kernel is None:
-            rows = self._rows(left, one.domain, Domain.EDGE_TYPE, typed.inner, typed.num_heads)
+            rows = self._rows(left, operation.domain, Domain.EDGE_TYPE, typed.inner, typed.num_heads)
         else:
             producer = ctypes.cast(self.compiled.functions[kernel.name], ctypes.c_void_p)
             context = self._context(kernel, ())
             size = math.prod(self.program[left].shape)
             has_heads = typed.num_heads > 1 and size > typed.inner
-            rows = _Rows(row_stride=size, head_stride=typed.inner if has_heads else 0)
-        found = self.make(step.place) if step.onto is None else self.take(step.onto, step.place)
-        owners = graph.index_in_order(one.domain, None, end)
-        num_threads = self.num_threads if graph.count(one.domain) > _FEW_ROWS else 1
-        borders = graph.remember(
-            ("borders", one.domain, num_threads, kernel is None),
-            lambda: _borders(graph, one.domain, end, num_threads, sums_edges=kernel is not None),
+            rows = _CRows(row_stride=size, head_stride=typed.inner if has_heads else 0)
+        result = self.make(step.place) if step.onto is None else self.take(step.onto, step.place)
+        owners = indexes.index_in_order(operation.domain, None, end)
+        num_threads = self.num_threads if indexes.count(operation.domain) > _FEW_ROWS else 1
+        borders = indexes.remember(
+            ("borders", operation.domain, num_threads, kernel is None),
+            lambda: _borders(indexes, operation.domain, end, num_threads, sums_edges=kernel is not None),
         )
         _check(
             self.compiled.products.penstock_blocked_sum(
                 ctypes.byref(typed), ctypes.byref(rows), producer, None if context is None else ctypes.byref(context),
                 *matrices, ctypes.c_void_p(owners.data_ptr()), ctypes.c_void_p(borders.data_ptr()),
-                ctypes.c_void_p(found.data_ptr()), ctypes.c_int64(num_threads),
+                ctypes.c_void_p(result.data_ptr()), ctypes.c_int64(num_threads),
             )
         )  # fmt: skip
 
-    def _product(self, one: Matmul) -> tuple[_Typed, tuple[object, ...]]:
+    def _product(self, operation: Matmul) -> tuple[_CTyped, tuple[object, ...]]:
         """Return the sizes and matrices as the C functions for products take them."""
-        matrix = one.operands[1]
+        matrix = operation.operands[1]
         shape = self.program[matrix].shape
-        inner, outer = (shape[-1], shape[-2]) if one.transposed else (shape[-2], shape[-1])
-        segments = self._segments(one.domain, self.program[matrix].domain)
-        typed = self._typed(segments, math.prod(one.shape[:-1]), inner, outer)
+        inner, outer = (shape[-1], shape[-2]) if operation.transposed else (shape[-2], shape[-1])
+        segments = self._segments(operation.domain, self.program[matrix].domain)
+        typed = self._typed(segments, math.prod(operation.shape[:-1]), inner, outer)
         value = self.value(matrix).contiguous()
         typed.matrices = value  # type: ignore[attr-defined]  # alive as long as its address is used
         stride = inner * outer if math.prod(shape[:-2]) > 1 else 0
         pointer, strides = ctypes.c_void_p(value.data_ptr()), (ctypes.c_int64(stride), ctypes.c_int64(math.prod(shape)))
-        return typed, (pointer, *strides, ctypes.c_int(one.transposed))
+        return typed, (pointer, *strides, ctypes.c_int(operation.transposed))
 
     def sum_outer(self, place: int) -> None:
-        one = self.program[place]
-        assert isinstance(one, OuterSum)
-        left, right = one.operands
-        inner, outer = one.shape[-2:]
-        num_heads = math.prod(one.shape[:-2])
-        typed = self._typed(self._segments(one.over, one.domain), num_heads, inner, outer)
-        found = self.make(place)
-        rows = [self._rows(at, one.over, one.domain, size, num_heads) for at, size in ((left, inner), (right, outer))]
+        operation = self.program[place]
+        assert isinstance(operation, OuterSum)
+        left, right = operation.operands
+        inner, outer = operation.shape[-2:]
+        num_heads = math.prod(operation.shape[:-2])
+        typed = self._typed(self._segments(operation.over, operation.domain), num_heads, inner, outer)
+        result = self.make(place)
+        rows = [
+            self._rows(operand, operation.over, operation.domain, size, num_heads)
+            for operand, size in ((left, inner), (right, outer))
+        ]
         _check(
             self.compiled.products.penstock_typed_outer(
-                ctypes.byref(typed), ctypes.byref(rows[0]), ctypes.byref(rows[1]), ctypes.c_void_p(found.data_ptr()),
+                ctypes.byref(typed), ctypes.byref(rows[0]), ctypes.byref(rows[1]), ctypes.c_void_p(result.data_ptr()),
                 ctypes.c_int64(self.num_threads),
             )
         )  # fmt: skip
 
     def _segments(self, of: Domain, to: Domain) -> torch.Tensor:
-        return self.graph.order(of, to)[1]
+        return self.indexes.order(of, to)[1]
 
-    def _typed(self, segments: torch.Tensor, num_heads: int, inner: int, outer: int) -> _Typed:
+    def _typed(self, segments: torch.Tensor, num_heads: int, inner: int, outer: int) -> _CTyped:
         pointer = gemm(self.compiled.dtype)
-        found = _Typed(
+        typed = _CTyped(
             num_types=len(segments) - 1, num_heads=num_heads, inner=inner, outer=outer,
             element_bytes=self.compiled.dtype.itemsize, segments=segments.data_ptr(), gemm=pointer,
         )  # fmt: skip
-        found.keeps = segments  # type: ignore[attr-defined]  # alive as long as its address is used
-        return found
+        typed.keeps = segments  # type: ignore[attr-defined]  # alive as long as its address is used
+        return typed
 
-    def _rows(self, at: int, over: Domain, by: Domain, width: int, num_heads: int) -> _Rows:
-        value, one = self.value(at), self.program[at]
-        if one.domain is Domain.ONE:
-            value = value.expand(self.graph.count(over), *one.shape).contiguous()
-        index = self.lookup(at, over, by)
-        size = math.prod(one.shape)
-        found = _Rows(
+    def _rows(self, place: int, over: Domain, by: Domain, width: int, num_heads: int) -> _CRows:
+        value, operation = self.value(place), self.program[place]
+        if operation.domain is Domain.ONE:
+            value = value.expand(self.indexes.count(over), *operation.shape).contiguous()
+        index = self.lookup(place, over, by)
+        size = math.prod(operation.shape)
+        rows = _CRows(
             rows=value.data_ptr(), index=None if index is None else index.data_ptr(), row_stride=size,
             head_stride=width if num_heads > 1 and size > width else 0,
         )  # fmt: skip
-        found.keeps = value, index  # type: ignore[attr-defined]
-        return found
+        rows.keeps = value, index  # type: ignore[attr-defined]
+        return rows
 
 
-def _borders(graph: RelationalGraph, pairs: Domain, end: Domain, num_threads: int, *, sums_edges: bool) -> torch.Tensor:
+def _borders(indexes: Indexes, pairs: Domain, end: Domain, num_threads: int, *, sums_edges: bool) -> torch.Tensor:
     """Return the owner at which each thread begins, so that all have equal work: rows to multiply, and edges to sum."""
-    starts = graph.order(pairs, end)[1]
+    starts = indexes.order(pairs, end)[1]
     if sums_edges:
-        starts = _EDGES_A_PRODUCT * starts + graph.order(Domain.EDGE, end)[1]
+        starts = _EDGES_A_PRODUCT * starts + indexes.order(Domain.EDGE, end)[1]
+    # Targets have owners, so the order of additions into one does not depend on the number of threads.
     wanted = torch.arange(num_threads + 1, device=starts.device) * int(starts[-1]) // num_threads
-    found = torch.searchsorted(starts, wanted)
-    found[-1] = len(starts) - 1
-    return found
+    borders = torch.searchsorted(starts, wanted)
+    borders[-1] = len(starts) - 1
+    return borders
 
 
 @functools.cache
@@ -243,6 +249,7 @@ def gemm(dtype: torch.dtype) -> int | None:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     except OSError:
         return None
+    # Another BLAS would bring a second OpenMP runtime into the process.
     for name in ("sgemm_", "sgemm") if dtype is torch.float32 else ("dgemm_", "dgemm"):
         try:
             return ctypes.cast(library[name], ctypes.c_void_p).value
@@ -252,10 +259,10 @@ def gemm(dtype: torch.dtype) -> int | None:
 
 
 def _pointers(tensors: Sequence[torch.Tensor]) -> ctypes.c_void_p:
-    array = (ctypes.c_void_p * max(1, len(tensors)))(*(one.data_ptr() for one in tensors))
-    found = ctypes.cast(array, ctypes.c_void_p)
-    found.keeps = array, tensors  # type: ignore[attr-defined]
-    return found
+    array = (ctypes.c_void_p * max(1, len(tensors)))(*(tensor.data_ptr() for tensor in tensors))
+    pointer = ctypes.cast(array, ctypes.c_void_p)
+    pointer.keeps = array, tensors  # type: ignore[attr-defined]
+    return pointer
 
 
 def _check(status: int) -> None:

@@ -56,15 +56,15 @@ def read_ntriples(path: str | Path, *, inverses: bool = False) -> Triples:
     for number, line in enumerate(_lines(path), start=1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        found = _LINE.match(line)
-        if found is None:
+        match = _LINE.match(line)
+        if match is None:
             text = line.strip()[:80]
             raise ValueError(f"{path}:{number}: expected a triple `<subject> <relation> <object> .`, got {text!r}")
-        subject, relation, other = found.groups()
+        subject, relation, target = match.groups()
         rows.append(
             (
                 nodes.setdefault(subject, len(nodes)),
-                nodes.setdefault(other, len(nodes)),
+                nodes.setdefault(target, len(nodes)),
                 relations.setdefault(relation, len(relations)),
             )
         )
@@ -73,7 +73,7 @@ def read_ntriples(path: str | Path, *, inverses: bool = False) -> Triples:
     if inverses:
         edge_index = torch.cat([edge_index, edge_index.flip(0)], dim=1)
         edge_type = torch.cat([edge_type, edge_type + len(relations)])
-        relations = {**relations, **{f"{name}~": len(relations) + at for name, at in relations.items()}}
+        relations = {**relations, **{f"{name}~": len(relations) + position for name, position in relations.items()}}
     return Triples(edge_index=edge_index, edge_type=edge_type, nodes=nodes, relations=relations)
 
 

@@ -35,11 +35,11 @@ class Guard:
 _lock = Guard()
 
 
-def register(one: Any) -> int:
+def register(thing: Any) -> int:
     """Return a number for the object that is never given to another."""
     with _lock:
         number = next(_numbers)
-        _objects[number] = one
+        _objects[number] = thing
     return number
 
 

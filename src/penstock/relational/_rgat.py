@@ -7,14 +7,14 @@ from torch import nn
 
 from penstock.arguments import checked, must_be
 from penstock.relational._graph import RelationalGraph, graph_of
-from penstock.relational._language import Graph, Value, dropout, leaky_relu, softmax
+from penstock.relational._language import LayerGraph, Value, dropout, leaky_relu, softmax
 from penstock.relational._rgcn import check_features, check_more, check_relations, glorot
 from penstock.relational._run import layer
 
 
 @layer
 def _attention(
-    g: Graph,
+    g: LayerGraph,
     x: Any,  # any: symbols
     weight: Any,
     query: Any,
@@ -60,7 +60,7 @@ class RGATConv(nn.Module):
 
     Arguments and parameters are those of ``torch_geometric.nn.RGATConv``, so ``load_state_dict`` takes its weights.
     ``attention_per_relation`` gives every relation its own ``q`` and ``k``, ``[num_relations, ...]``, as in Hector's
-    RGAT; PyG shares them.
+    RGAT; PyG shares them. The class is wide because it has all of PyG's arguments and parameters under PyG's names.
     """
 
     @checked(
@@ -120,14 +120,14 @@ class RGATConv(nn.Module):
         """Reset parameters like PyG: Glorot's uniform distribution, zeros for biases, ones for scales."""
         names = ["q", "k", "e", "att", "basis"] if self.num_bases is not None else ["q", "k", "e", "weight"]
         for name in names:
-            one = getattr(self, name, None)
-            if one is not None:
-                glorot(one)
+            parameter = getattr(self, name, None)
+            if parameter is not None:
+                glorot(parameter)
         if self.lin_edge is not None:
             glorot(self.lin_edge.weight)
-        for one, value in ((self.bias, 0.0), (self.w, 1.0), (self.l1, 1.0), (self.b1, 0.0), (self.b2, 0.0)):
-            if one is not None:
-                nn.init.constant_(one, value)
+        for parameter, value in ((self.bias, 0.0), (self.w, 1.0), (self.l1, 1.0), (self.b1, 0.0), (self.b2, 0.0)):
+            if parameter is not None:
+                nn.init.constant_(parameter, value)
         nn.init.constant_(self.l2, 1 / self.out_channels)
 
     def forward(
@@ -153,16 +153,16 @@ class RGATConv(nn.Module):
         check_more(graph, edge_attr=edge_attr)
         if not isinstance(return_attention_weights, bool | None):
             raise must_be("return_attention_weights", "True, False or None", return_attention_weights, "conv(x, graph)")
-        found, share = _attention(
+        result, share = _attention(
             graph, x, self._weight(), self.q, self.k, self._edge_score(edge_attr, graph),
             self.w if self.mod == "additive" else None, self.attention_per_relation,
             self.attention_mode.startswith("additive"), self.attention_mechanism == "within-relation",
             self.negative_slope, self.dropout if self.training else 0.0, self.mod, self.heads, self.dim,
         )  # fmt: skip
-        found = self._modified(found.reshape(len(found), self.heads, self.dim, self.out_channels), x, graph)
-        found = found.flatten(1) if self.concat else found.mean(1).flatten(1)
-        found = found if self.bias is None else found + self.bias
-        return found if return_attention_weights is None else (found, (graph.edge_index, share))
+        result = self._modified(result.reshape(len(result), self.heads, self.dim, self.out_channels), x, graph)
+        result = result.flatten(1) if self.concat else result.mean(1).flatten(1)
+        result = result if self.bias is None else result + self.bias
+        return result if return_attention_weights is None else (result, (graph.edge_index, share))
 
     def _add_parameters(self, bias: bool) -> None:
         width = self.heads * self.out_channels
@@ -197,7 +197,7 @@ class RGATConv(nn.Module):
             return torch.einsum("rb,bio->rio", self.att, self.basis)
         if self.num_blocks is None:
             return self.weight
-        return torch.stack([torch.block_diag(*one) for one in self.weight])
+        return torch.stack([torch.block_diag(*blocks) for blocks in self.weight])
 
     def _edge_score(self, edge_attr: torch.Tensor | None, graph: RelationalGraph) -> torch.Tensor | None:
         if edge_attr is None:
@@ -208,14 +208,14 @@ class RGATConv(nn.Module):
         score: torch.Tensor = self.lin_edge(edge_attr) @ self.e
         return score if len(score) == graph.num_edges else score[graph.edge_type]
 
-    def _modified(self, found: torch.Tensor, x: torch.Tensor, graph: RelationalGraph) -> torch.Tensor:
+    def _modified(self, total: torch.Tensor, x: torch.Tensor, graph: RelationalGraph) -> torch.Tensor:
         """Apply PyG's ``mod`` to ``[targets, heads, dim, out]``; factors of every message are applied to the sum."""
         if self.mod not in ("scaled", "f-scaled"):
-            return found
+            return total
         degree = graph.in_degrees().to(x.dtype).view(-1, 1)
         if self.mod == "scaled":
             degree = torch.relu(degree @ self.l1 + self.b1) @ self.l2 + self.b2
-        return found * degree.view(len(found), 1, 1, -1)
+        return total * degree.view(len(total), 1, 1, -1)
 
     def extra_repr(self) -> str:
         """Return the layer's sizes, for its ``repr``."""

@@ -7,12 +7,12 @@ from torch import nn
 
 from penstock.arguments import checked, must_be
 from penstock.relational._graph import RelationalGraph, graph_of
-from penstock.relational._language import Graph, Value
+from penstock.relational._language import LayerGraph, Value
 from penstock.relational._run import layer
 
 
 @layer
-def _messages(g: Graph, x: Any, weight: Any, norm: Any, mean: bool, is_table: bool) -> Value:  # any: symbols
+def _messages(g: LayerGraph, x: Any, weight: Any, norm: Any, mean: bool, is_table: bool) -> Value:  # any: symbols
     for e in g.edges():
         message = x[e.src, e.etype] if is_table else x[e.src] @ weight[e.etype]
         if norm is not None:
@@ -81,9 +81,9 @@ class RGCNConv(nn.Module):
 
     def reset_parameters(self) -> None:
         """Reset parameters like PyG: Glorot's uniform distribution, and zeros for the bias."""
-        for one in (self.weight, self.comp, self.root):
-            if one is not None:
-                glorot(one)
+        for parameter in (self.weight, self.comp, self.root):
+            if parameter is not None:
+                glorot(parameter)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -102,9 +102,9 @@ class RGCNConv(nn.Module):
         factors of messages.
         """
         source, target = x if isinstance(x, tuple) and len(x) == 2 else (x, x)
-        for one, width in zip((source, target), self.in_channels, strict=True):
-            if one is not None:
-                check_features(one, width, may_be_numbers=True)
+        for features, width in zip((source, target), self.in_channels, strict=True):
+            if features is not None:
+                check_features(features, width, may_be_numbers=True)
         graph = self._graph(graph, edge_type, source, target)
         check_more(graph, edge_norm=edge_norm)
         num_sources = self.in_channels[0] if source is None else len(source)
@@ -116,10 +116,10 @@ class RGCNConv(nn.Module):
         if target is None:
             target = source
         target = target[: graph.num_targets] if graph.is_block else target
-        found = self._sum(source, graph, edge_norm)
+        result = self._sum(source, graph, edge_norm)
         if self.root is not None:
-            found = found + (self.root[target] if target.dtype == torch.int64 else target @ self.root)
-        return found if self.bias is None else found + self.bias
+            result = result + (self.root[target] if target.dtype == torch.int64 else target @ self.root)
+        return result if self.bias is None else result + self.bias
 
     def _graph(
         self,
@@ -149,12 +149,12 @@ class RGCNConv(nn.Module):
                 )
             nodes, types = graph.pairs()
             table = weight.reshape(-1, self.out_channels)[types * weight.shape[1] + source[nodes]]
-            found: torch.Tensor = _messages(graph, table, None, norm, is_mean, True)
-            return found
+            result: torch.Tensor = _messages(graph, table, None, norm, is_mean, True)
+            return result
         if self.num_blocks is not None:
             source = source.view(len(source), self.num_blocks, -1)
-        found = _messages(graph, source, weight, norm, is_mean, False)
-        return found.reshape(len(found), self.out_channels)
+        result = _messages(graph, source, weight, norm, is_mean, False)
+        return result.reshape(len(result), self.out_channels)
 
     def extra_repr(self) -> str:
         """Return the layer's sizes, for its ``repr``."""

@@ -1,8 +1,7 @@
-"""Layers as users see them: a traced function, compiled per set of shapes, and one custom operator for all of them.
+"""Layers as users see them: a traced function, compiled per set of shapes.
 
-A call finds the program for its arguments' shapes (traced once) and the variant for its graph (row counts decide which
-sums come first), and runs it through ``penstock::relational_layer``. The operator gets tensors, and two numbers that
-stand for the variant and the graph. So `torch.compile` sees one node with known shapes, and autograd one step.
+A call finds the program for its arguments' shapes (traced once) and what it is compiled to for its graph (row counts
+decide which sums come first), and runs it through the one operator of all layers (`_operator`).
 """
 
 import functools
@@ -15,10 +14,9 @@ from typing import Any, Literal
 import torch
 
 from penstock.arguments import check_fields, checked, must_be
-from penstock.errors import DoubleBackwardError
 from penstock.relational import _eager, _passes
 from penstock.relational._cost import Cost, cost
-from penstock.relational._differentiate import GRADIENT, KEPT, Halves, differentiate, split
+from penstock.relational._differentiate import SplitDerivative, differentiate, split
 from penstock.relational._domain import Domain
 from penstock.relational._graph import RelationalGraph
 from penstock.relational._ir import Input, Program, SameRows
@@ -26,6 +24,7 @@ from penstock.relational._language import SEED, ArgumentShape, trace
 from penstock.relational._lower import lower
 from penstock.relational._native import DTYPES as C_DTYPES
 from penstock.relational._native import CompiledC
+from penstock.relational._operator import run_layer
 from penstock.relational._registry import Guard, register, registered
 from penstock.relational._steps import Compiled
 
@@ -90,29 +89,36 @@ class Layer:
     def __init__(self, function: Callable[..., Any], options: Options | None = None):
         functools.update_wrapper(self, function)
         self.options = options or Options()
-        self._function = function
+        self.function = function
+        """The function that was compiled."""
         parameters = list(inspect.signature(function).parameters.values())[1:]
-        self._names = tuple(one.name for one in parameters)
-        self._defaults = {one.name: one.default for one in parameters if one.default is not inspect.Parameter.empty}
+        self._names = tuple(parameter.name for parameter in parameters)
+        self._defaults = {
+            parameter.name: parameter.default
+            for parameter in parameters
+            if parameter.default is not inspect.Parameter.empty
+        }
         self._traced: dict[Any, Traced] = {}
         self._whole: dict[Any, frozenset[str]] = {}
 
     def with_options(self, **changes: Any) -> "Layer":  # any: fields of Options
         """Return the same layer with other options: ``layer.with_options(compact=False)``."""
         fields = {name: getattr(self.options, name) for name in Options.__slots__}
-        return Layer(self._function, Options(**{**fields, **changes}))
+        return Layer(self.function, Options(**{**fields, **changes}))
 
     def __call__(self, graph: RelationalGraph, *args: Any, **kwargs: Any) -> Any:  # any: tensors and constants
         tensors, constants = self._sorted(graph, args, kwargs)
-        given = tuple((name, *(_description(one) for one in pair)) for name, pair in tensors.items())
+        descriptions = tuple((name, *(_description(tensor) for tensor in pair)) for name, pair in tensors.items())
         for name, pair in tensors.items():
-            for one in pair:
-                if one.device != graph.device:
-                    raise ValueError(f"{name} and the graph must be on one device, got {one.device} and {graph.device}")
-        is_unified = not graph.is_block and all(one is two for one, two in tensors.values())
+            for tensor in pair:
+                if tensor.device != graph.device:
+                    raise ValueError(
+                        f"{name} and the graph must be on one device, got {tensor.device} and {graph.device}"
+                    )
+        is_unified = not graph.is_block and all(source is target for source, target in tensors.values())
         # torch.compile treats a concatenated string as a constant, never as a symbol, as it may treat a number
-        variant, number, inputs, num_results, num_outputs, dtype = self._prepare(
-            graph.name + "", given, tuple(constants.items()), torch.is_grad_enabled(), is_unified
+        program, number, inputs, num_results, num_outputs, dtype = self._prepare(
+            graph.name + "", descriptions, tuple(constants.items()), torch.is_grad_enabled(), is_unified
         )
         flat = []
         for name, end, has_rows in inputs:
@@ -121,22 +127,22 @@ class Layer:
             else:
                 tensor = tensors[name][end]
                 flat.append((tensor if has_rows else tensor.unsqueeze(0)).to(dtype))
-        found = torch.ops.penstock.relational_layer(flat, variant, number, num_results)
-        return found[0] if num_outputs == 0 else tuple(found[:num_outputs])
+        results = run_layer(flat, program, number, num_results)
+        return results[0] if num_outputs == 0 else tuple(results[:num_outputs])
 
     def explain(self, graph: RelationalGraph, *args: Any, **kwargs: Any) -> str:  # any: as in a call
         """Return the compiled layer as text.
 
         The text has the program after every pass, then those of forward and backward, and their steps for the graph.
         """
-        traced, given, is_unified = self._asked(graph, args, kwargs)
+        traced, descriptions, is_unified = self._asked(graph, args, kwargs)
         program, parts = traced.program, [f"traced\n{traced.program}"]
-        pays = _pays(is_trained=bool(_wanted(program, given)))
-        for name, one in _pipeline(self.options, graph, traced.domains, pays, is_unified=is_unified):
-            program = one(program)
+        pays = _pays(is_trained=bool(_wanted(program, descriptions)))
+        for name, rewrite in _pipeline(self.options, graph, traced.domains, pays, is_unified=is_unified):
+            program = rewrite(program)
             parts.append(f"{name}\n{program}")
-        variant = _variant(self, graph, traced, given, is_grad_enabled=True, is_unified=is_unified)
-        for name, executor in (("forward", variant.forward), ("backward", variant.backward)):
+        compiled = _compiled_program(self, graph, traced, descriptions, is_grad_enabled=True, is_unified=is_unified)
+        for name, executor in (("forward", compiled.forward), ("backward", compiled.backward)):
             parts += [f"{name}\n{executor.program}", f"{name}, step by step\n{executor.describe(graph)}"]
         return "\n\n".join(parts)
 
@@ -145,28 +151,31 @@ class Layer:
 
         Tensors may be on ``meta``.
         """
-        eager = self.with_options(emitter="eager")
-        traced, given, is_unified = eager._asked(graph, args, kwargs)
-        variant = _variant(eager, graph, traced, given, is_grad_enabled=True, is_unified=is_unified)
-        halves = [lower(one.program, blocked=False) for one in (variant.forward, variant.backward)]
-        item = variant.dtype.itemsize
-        return [cost(one, number, graph, item) for one in halves for number in range(len(one.steps))]
+        if self.options.emitter != "eager":  # which compiles nothing
+            return self.with_options(emitter="eager").costs(graph, *args, **kwargs)
+        traced, descriptions, is_unified = self._asked(graph, args, kwargs)
+        compiled = _compiled_program(self, graph, traced, descriptions, is_grad_enabled=True, is_unified=is_unified)
+        halves = [lower(half.program, blocked=False) for half in (compiled.forward, compiled.backward)]
+        item = compiled.dtype.itemsize
+        return [cost(half, number, graph, item) for half in halves for number in range(len(half.steps))]
 
     def source(self, graph: RelationalGraph, *args: Any, **kwargs: Any) -> str:  # any: as in a call
         """Return the C or Triton code of the traversals of forward and backward; empty if PyTorch runs them."""
-        traced, given, is_unified = self._asked(graph, args, kwargs)
-        variant = _variant(self, graph, traced, given, is_grad_enabled=True, is_unified=is_unified)
-        compiled = [one.compiled for one in (variant.forward, variant.backward)]
-        return "\n\n".join(one.source for one in compiled if one is not None)
+        traced, descriptions, is_unified = self._asked(graph, args, kwargs)
+        compiled = _compiled_program(self, graph, traced, descriptions, is_grad_enabled=True, is_unified=is_unified)
+        parts = [executor.compiled for executor in (compiled.forward, compiled.backward)]
+        return "\n\n".join(part.source for part in parts if part is not None)
 
     def _asked(
         self, graph: RelationalGraph, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple["Traced", dict[str, tuple["Description", "Description"]], bool]:
         """Return the program of a call, its arguments' shapes, and whether both ends read the same tensors."""
         tensors, constants = self._sorted(graph, args, kwargs)
-        given = {name: (_description(one), _description(two)) for name, (one, two) in tensors.items()}
-        is_unified = not graph.is_block and all(one is two for one, two in tensors.values())
-        return self._trace(given, constants), given, is_unified
+        descriptions = {
+            name: (_description(source), _description(target)) for name, (source, target) in tensors.items()
+        }
+        is_unified = not graph.is_block and all(source is target for source, target in tensors.values())
+        return self._trace(descriptions, constants), descriptions, is_unified
 
     def _sorted(
         self, graph: RelationalGraph, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -174,14 +183,14 @@ class Layer:
         """Return the tensor arguments, for sources and for targets, and the other arguments."""
         if not isinstance(graph, RelationalGraph):
             raise must_be("graph", "a penstock.relational.RelationalGraph", graph, "layer(graph, x)")
-        given = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
-        if len(args) > len(self._names) or given.keys() != set(self._names):
+        arguments = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
+        if len(args) > len(self._names) or arguments.keys() != set(self._names):
             raise TypeError(
-                f"{self._function.__name__} expects a graph and {', '.join(self._names)}, got {', '.join(given)}"
+                f"{self.function.__name__} expects a graph and {', '.join(self._names)}, got {', '.join(arguments)}"
             )
         tensors, constants = {}, {}
         for name in self._names:
-            value = given[name]
+            value = arguments[name]
             if isinstance(value, torch.Tensor):
                 tensors[name] = (value, _of_targets(value, graph))
             elif isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], torch.Tensor):
@@ -194,47 +203,52 @@ class Layer:
     def _prepare(
         self,
         graph_name: str,
-        given: tuple[tuple[str, "Description", "Description"], ...],
+        descriptions: tuple[tuple[str, "Description", "Description"], ...],
         constants: tuple[tuple[str, Any], ...],
         is_grad_enabled: bool,
         is_unified: bool,
     ) -> tuple[int, int, tuple[tuple[str, int, bool], ...], int, int, torch.dtype]:
-        """Return the operator's arguments: numbers of the variant and the graph, inputs by name and end, and counts.
+        """Return the operator's arguments: the program's and the graph's number, inputs by name and end, and counts.
 
         The counts are those of results and outputs; the last element is the dtype. Under `torch.compile` this runs
         during tracing, on plain numbers.
         """
         graph = registered(int(graph_name))
-        shapes = {name: (one, two) for name, one, two in given}
+        shapes = {name: (source, target) for name, source, target in descriptions}
         traced = self._trace(shapes, dict(constants))
-        variant = _variant(self, graph, traced, shapes, is_grad_enabled=is_grad_enabled, is_unified=is_unified)
+        compiled = _compiled_program(
+            self, graph, traced, shapes, is_grad_enabled=is_grad_enabled, is_unified=is_unified
+        )
         inputs = []
-        for name, domain, shape in zip(variant.names, variant.domains, variant.shapes, strict=True):
+        for name, domain, shape in zip(compiled.names, compiled.domains, compiled.shapes, strict=True):
             end = int(domain in _OF_TARGETS)
             if domain is Domain.TARGET_TYPE and shapes[name][1][0][0] != graph.num_node_types:
                 end = 0  # a table by type that was taken for one by source, and cut to the targets
             inputs.append((name, end, domain is not Domain.ONE))
             if name != SEED and domain is not Domain.ONE:
                 _check_rows(name, shapes[name][end], domain, shape, graph)
-        num_results = len(variant.forward.program.outputs)
-        return variant.number, graph.number, tuple(inputs), num_results, traced.num_returned, variant.dtype
+        num_results = len(compiled.forward.program.outputs)
+        return compiled.number, graph.number, tuple(inputs), num_results, traced.num_returned, compiled.dtype
 
     def _trace(
-        self, given: Mapping[str, tuple["Description", "Description"]], constants: Mapping[str, Any]
+        self, descriptions: Mapping[str, tuple["Description", "Description"]], constants: Mapping[str, Any]
     ) -> "Traced":
-        shapes = {name: ArgumentShape(one[0], two[0]) for name, (one, two) in given.items()}
-        use = (tuple(given), tuple(constants.items()))
+        shapes = {name: ArgumentShape(source[0], target[0]) for name, (source, target) in descriptions.items()}
+        use = (tuple(descriptions), tuple(constants.items()))
         whole = self._whole.get(use)
         if whole is None:
-            program, _, _ = trace(self._function, shapes, constants)
-            whole = frozenset(one.name for one in program.inputs.values() if one.domain is Domain.ONE)
+            program, _, _ = trace(self.function, shapes, constants)
+            whole = frozenset(argument.name for argument in program.inputs.values() if argument.domain is Domain.ONE)
             self._whole[use] = whole
-        rows = tuple((name, *(one[0] if name in whole else one[0][1:] for one in pair)) for name, pair in given.items())
+        rows = tuple(
+            (name, *(shape if name in whole else shape[1:] for shape, _, _ in pair))
+            for name, pair in descriptions.items()
+        )
         key = (rows, tuple(constants.items()))
-        found = self._traced.get(key)
-        if found is None:
-            found = self._traced.setdefault(key, Traced(*trace(self._function, shapes, constants)))
-        return found
+        traced = self._traced.get(key)
+        if traced is None:
+            traced = self._traced.setdefault(key, Traced(*trace(self.function, shapes, constants)))
+        return traced
 
 
 Description = tuple[tuple[int, ...], torch.dtype, bool]
@@ -242,11 +256,11 @@ Description = tuple[tuple[int, ...], torch.dtype, bool]
 
 
 class Traced:
-    """A layer's program for one set of shapes, and its variants."""
+    """A layer's program for one set of shapes, and what it is compiled to."""
 
     def __init__(self, program: Program, domains: tuple[Domain, ...], num_returned: int):
         self.program, self.domains, self.num_returned = program, domains, num_returned
-        self.variants: dict[Any, Variant] = {}
+        self.programs: dict[Any, CompiledProgram] = {}
         self.lock = Guard()
 
 
@@ -264,19 +278,19 @@ class Executor:
 
                 self.compiled = CompiledTriton(program, dtype, num_results)
 
-    def dtype_of(self, at: int) -> torch.dtype:
+    def dtype_of(self, place: int) -> torch.dtype:
         """Return the dtype of an output."""
-        return self.dtype if self.compiled is None else self.compiled.dtype_of(at)
+        return self.dtype if self.compiled is None else self.compiled.dtype_of(place)
 
     def run(self, graph: RelationalGraph, inputs: Callable[[Input], torch.Tensor]) -> list[torch.Tensor]:
         """Return the values of the outputs."""
         if self.compiled is not None:
             return self.compiled.run(graph, inputs)
-        found = _eager.run(self.program, graph, inputs, self.dtype, self.device)
-        rows = [graph.count(self.program[at].domain) for at in self.program.outputs]
+        results = _eager.run(self.program, graph.indexes, inputs, self.dtype, self.device)
+        rows = [graph.indexes.count(self.program[place].domain) for place in self.program.outputs]
         return [
-            one.expand(count, *one.shape[1:]).contiguous() if len(one) != count else one
-            for one, count in zip(found, rows, strict=True)
+            result.expand(count, *result.shape[1:]).contiguous() if len(result) != count else result
+            for result, count in zip(results, rows, strict=True)
         ]
 
     def describe(self, graph: RelationalGraph) -> str:
@@ -313,7 +327,7 @@ def _has_triton(device: torch.device, dtype: torch.dtype) -> bool:
     return CompiledTriton.is_available(device, dtype)
 
 
-class Variant:
+class CompiledProgram:
     """A program compiled for one kind of graph, one set of inputs with gradients, and one dtype."""
 
     def __init__(
@@ -321,13 +335,13 @@ class Variant:
     ):
         self.program, self.wanted, self.dtype = program, wanted, dtype
         inputs = list(program.inputs)
-        self.names = [program.inputs[at].name for at in inputs]
-        self.domains = [program.inputs[at].domain for at in inputs]
-        halves: Halves = split(differentiate(program, [inputs[at] for at in wanted]))
+        self.names = [program.inputs[place].name for place in inputs]
+        self.domains = [program.inputs[place].domain for place in inputs]
+        halves: SplitDerivative = split(differentiate(program, [inputs[number] for number in wanted]))
         self.num_outputs = halves.num_outputs
-        self.shapes = [program.inputs[at].shape for at in inputs]
+        self.shapes = [program.inputs[place].shape for place in inputs]
         backward = _passes.compact(halves.backward) if options.compact else halves.backward
-        self._backward_program = _passes.thin(_passes.widened(backward, [self.domains[at] for at in wanted]))
+        self._backward_program = _passes.thin(_passes.widened(backward, [self.domains[number] for number in wanted]))
         self._make = functools.partial(Executor, dtype=dtype, emitter=options.emitter, device=device)
         self.forward = self._make(_passes.thin(halves.forward), halves.num_outputs)
         self.number = register(self)
@@ -338,48 +352,50 @@ class Variant:
         return self._make(self._backward_program, len(self._backward_program.outputs))
 
 
-def _check_rows(name: str, found: Description, domain: Domain, shape: tuple[int, ...], graph: RelationalGraph) -> None:
-    wanted = graph.count(domain)
-    if found[0][0] != wanted:
+def _check_rows(
+    name: str, description: Description, domain: Domain, shape: tuple[int, ...], graph: RelationalGraph
+) -> None:
+    wanted = graph.indexes.count(domain)
+    if description[0][0] != wanted:
         raise ValueError(
-            f"{name} has {found[0][0]} rows, but it is looked up by {domain.value}, of which {graph} has {wanted}"
+            f"{name} has {description[0][0]} rows, but it is looked up by {domain.value}, of which {graph} has {wanted}"
         )
-    if found[0][1:] != shape:
+    if description[0][1:] != shape:
         raise ValueError(
-            f"{name} has rows of shape {list(found[0][1:])} here and of {list(shape)} at the other end; rows must have "
-            "one shape at both ends if nodes compute with them and both ends read the result"
+            f"{name} has rows of shape {list(description[0][1:])} here and of {list(shape)} at the other end; rows "
+            "must have one shape at both ends if nodes compute with them and both ends read the result"
         )
 
 
-def _variant(
+def _compiled_program(
     layer: Layer,
     graph: RelationalGraph,
     traced: Traced,
-    given: Mapping[str, tuple[Description, Description]],
+    descriptions: Mapping[str, tuple[Description, Description]],
     *,
     is_grad_enabled: bool,
     is_unified: bool,
-) -> Variant:
-    if graph.is_block and any(isinstance(one, SameRows) for one in traced.program.operations):
+) -> CompiledProgram:
+    if graph.is_block and any(isinstance(operation, SameRows) for operation in traced.program.operations):
         raise ValueError(
-            f"{layer._function.__name__} reads at sources what was reduced at targets, but in a block sources and "
+            f"{layer.function.__name__} reads at sources what was reduced at targets, but in a block sources and "
             "targets are different nodes"
         )
-    dtype = _dtype(given, layer.options.emitter, graph.device)
-    wanted = _wanted(traced.program, given) if is_grad_enabled else ()
-    at_source, at_target = (graph.count(one) for one in (Domain.SOURCE_AND_TYPE, Domain.TARGET_AND_TYPE))
+    dtype = _dtype(descriptions, layer.options.emitter, graph.device)
+    wanted = _wanted(traced.program, descriptions) if is_grad_enabled else ()
+    at_source, at_target = (graph.indexes.count(domain) for domain in (Domain.SOURCE_AND_TYPE, Domain.TARGET_AND_TYPE))
     pays = _pays(is_trained=bool(wanted))
     fewer = int(layer.options.sum_first and pays * at_source / max(1, at_target))
     key = (wanted, dtype, graph.is_block, is_unified, min(64, fewer), graph.device)
     with traced.lock:
-        found = traced.variants.get(key)
-        if found is None:
+        compiled = traced.programs.get(key)
+        if compiled is None:
             program = traced.program
-            for _, one in _pipeline(layer.options, graph, traced.domains, pays, is_unified=is_unified):
-                program = one(program)
+            for _, rewrite in _pipeline(layer.options, graph, traced.domains, pays, is_unified=is_unified):
+                program = rewrite(program)
             wanted = _moved(traced.program, program, wanted)
-            found = traced.variants[key] = Variant(program, wanted, dtype, layer.options, graph.device)
-    return found
+            compiled = traced.programs[key] = CompiledProgram(program, wanted, dtype, layer.options, graph.device)
+    return compiled
 
 
 def _pays(*, is_trained: bool) -> float:
@@ -394,47 +410,57 @@ def _pipeline(
     options: Options, graph: RelationalGraph, domains: Sequence[Domain], pays: float, *, is_unified: bool
 ) -> list[tuple[str, Callable[[Program], Program]]]:
     """Return the passes by name, in order."""
-    found: list[tuple[str, Callable[[Program], Program]]] = []
-    found.append(("compact", _passes.compact) if options.compact else ("materialise", _passes.materialise))
-    if options.sum_first:
-        rows = {domain: graph.count(domain) for domain in Domain}
-        found.append(("sum first", lambda program: _passes.sum_first(program, rows, pays)))
+    passes: list[tuple[str, Callable[[Program], Program]]] = []
+    passes.append(("compact", _passes.compact) if options.compact else ("materialise", _passes.materialise))
+    if options.sum_first:  # before `reorder`, since it needs products whose other readers are dots still
+        rows = {domain: graph.indexes.count(domain) for domain in Domain}
+        passes.append(("sum first", lambda program: _passes.sum_first(program, rows, pays)))
     if options.reorder:
-        found.append(("reorder", _passes.reorder))
-    if is_unified:
-        found.append(("unify", _passes.unify))
-    found.append(("outputs' rows", lambda program: _passes.widened(program, domains)))
-    return found
+        passes.append(("reorder", _passes.reorder))
+    if is_unified:  # not for blocks, whose ends are different nodes
+        passes.append(("unify", _passes.unify))
+    passes.append(("outputs' rows", lambda program: _passes.widened(program, domains)))
+    return passes
 
 
-def _wanted(program: Program, given: Mapping[str, tuple[Description, Description]]) -> tuple[int, ...]:
+def _wanted(program: Program, descriptions: Mapping[str, tuple[Description, Description]]) -> tuple[int, ...]:
     """Return which inputs, in the program's order, need gradients."""
     inputs = enumerate(program.inputs.values())
-    return tuple(at for at, one in inputs if one.name in given and given[one.name][one.domain in _OF_TARGETS][2])
+    return tuple(
+        number
+        for number, argument in inputs
+        if argument.name in descriptions and descriptions[argument.name][argument.domain in _OF_TARGETS][2]
+    )
 
 
 def _moved(before: Program, after: Program, wanted: tuple[int, ...]) -> tuple[int, ...]:
     """Return the same inputs in a program that passes have rewritten; several may have become one."""
-    names = {(one.name, one.domain): number for number, one in enumerate(after.inputs.values())}
+    names = {(argument.name, argument.domain): number for number, argument in enumerate(after.inputs.values())}
     inputs = list(before.inputs.values())
-    found = []
+    moved = []
     for number in wanted:
-        one = inputs[number]
-        place = names.get((one.name, one.domain), names.get((one.name, _TWIN.get(one.domain, one.domain))))
+        argument = inputs[number]
+        place = names.get(
+            (argument.name, argument.domain), names.get((argument.name, _TWIN.get(argument.domain, argument.domain)))
+        )
         if place is not None:
-            found.append(place)
-    return tuple(sorted(set(found)))
+            moved.append(place)
+    return tuple(sorted(set(moved)))
 
 
-def _dtype(given: Mapping[str, tuple[Description, Description]], emitter: Emitter, device: torch.device) -> torch.dtype:
-    dtypes = {one[1] for pair in given.values() for one in pair if one[1].is_floating_point}
+def _dtype(
+    descriptions: Mapping[str, tuple[Description, Description]], emitter: Emitter, device: torch.device
+) -> torch.dtype:
+    dtypes = {
+        description[1] for pair in descriptions.values() for description in pair if description[1].is_floating_point
+    }
     if not dtypes:
         return torch.get_default_dtype()
-    found = functools.reduce(torch.promote_types, dtypes)
-    if len(dtypes) > 1 and found is torch.float64:
+    promoted = functools.reduce(torch.promote_types, dtypes)
+    if len(dtypes) > 1 and promoted is torch.float64:
         raise ValueError(f"the layer's tensors must have one dtype, got {sorted(map(str, dtypes))}: x.to(weight.dtype)")
-    is_half = found in (torch.float16, torch.bfloat16)
-    return torch.float32 if is_half and _chosen(emitter, found, device) != "triton" else found
+    is_half = promoted in (torch.float16, torch.bfloat16)
+    return torch.float32 if is_half and _chosen(emitter, promoted, device) != "triton" else promoted
 
 
 def _description(tensor: torch.Tensor) -> Description:
@@ -449,103 +475,5 @@ def _of_targets(tensor: torch.Tensor, graph: RelationalGraph) -> torch.Tensor:
     return tensor
 
 
-@torch.library.custom_op("penstock::relational_layer", mutates_args=())
-def _layer_operator(tensors: Sequence[torch.Tensor], variant: int, graph: int, num_outputs: int) -> list[torch.Tensor]:
-    """Run forward: return the layer's outputs, then what backward needs."""
-    del num_outputs
-    made, given = registered(variant), registered(graph)
-    by_input = dict(zip(zip(made.names, made.domains, strict=True), tensors, strict=True))
-    found: list[torch.Tensor] = made.forward.run(given, lambda one: by_input[one.name, one.domain])
-    return _apart(found, tensors)
-
-
-@torch.library.custom_op("penstock::relational_layer_backward", mutates_args=())
-def _backward_operator(
-    tensors: Sequence[torch.Tensor],
-    kept: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
-    variant: int,
-    graph: int,
-) -> list[torch.Tensor]:
-    """Return the gradients of the wanted inputs, in order."""
-    made, given = registered(variant), registered(graph)
-    by_input: dict[Any, torch.Tensor] = dict(zip(zip(made.names, made.domains, strict=True), tensors, strict=True))
-    for number, one in enumerate(kept):
-        by_input[KEPT.format(number)] = one
-    for number, one in enumerate(gradients):
-        by_input[GRADIENT.format(number)] = one
-    found: list[torch.Tensor] = made.backward.run(
-        given, lambda one: by_input[one.name] if one.name in by_input else by_input[one.name, one.domain]
-    )
-    return _apart(found, [*tensors, *kept, *gradients])
-
-
-def _apart(found: list[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return results with memory of their own, as operators must."""
-    taken = {one.untyped_storage().data_ptr() for one in given}
-    results = []
-    for one in found:
-        pointer = one.untyped_storage().data_ptr()
-        result = one.clone() if one.numel() and pointer in taken else one
-        taken.add(result.untyped_storage().data_ptr())
-        results.append(result)
-    return results
-
-
-@_layer_operator.register_fake
-def _(tensors: Sequence[torch.Tensor], variant: int, graph: int, num_outputs: int) -> list[torch.Tensor]:
-    made, given = registered(variant), registered(graph)
-    del num_outputs
-    program = made.forward.program
-    sample = next((one for one in tensors if one.is_floating_point()), None)
-    device = given.device if sample is None else sample.device
-    return [
-        torch.empty(given.count(program[at].domain), *program[at].shape, dtype=made.forward.dtype_of(at), device=device)
-        for at in program.outputs
-    ]
-
-
-@_backward_operator.register_fake
-def _(
-    tensors: Sequence[torch.Tensor],
-    kept: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
-    variant: int,
-    graph: int,
-) -> list[torch.Tensor]:
-    del kept, gradients, graph
-    return [torch.empty_like(tensors[at]) for at in registered(variant).wanted]
-
-
-def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    tensors, variant, graph, _ = inputs
-    made = registered(variant)
-    ctx.num_tensors, ctx.variant, ctx.graph = len(tensors), variant, graph
-    ctx.made, ctx.given = made, registered(graph)  # keeps them alive until backward
-    kept = output[made.num_outputs :]
-    ctx.save_for_backward(*tensors, *kept)
-    ctx.outputs = [(one.shape, one.dtype, one.device) for one in output[: made.num_outputs]]
-
-
-def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> Any:
-    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in gradients):
-        raise DoubleBackwardError(
-            "a relational layer cannot be differentiated twice; use torch.autograd.grad without create_graph=True, or "
-            "write the layer in plain PyTorch"
-        )
-    saved = ctx.saved_tensors
-    tensors, kept = list(saved[: ctx.num_tensors]), list(saved[ctx.num_tensors :])
-    given = [
-        torch.zeros(shape, dtype=dtype, device=device) if one is None else one
-        for one, (shape, dtype, device) in zip(gradients, ctx.outputs, strict=False)
-    ]
-    found = torch.ops.penstock.relational_layer_backward(tensors, kept, given, ctx.variant, ctx.graph)
-    results: list[torch.Tensor | None] = [None] * ctx.num_tensors
-    for at, one in zip(ctx.made.wanted, found, strict=True):
-        results[at] = one
-    return results, None, None, None
-
-
-_layer_operator.register_autograd(_backward, setup_context=_setup_context)
 _OF_TARGETS = frozenset({Domain.TARGET, Domain.TARGET_TYPE})
 _TWIN = {Domain.TARGET: Domain.SOURCE, Domain.TARGET_TYPE: Domain.SOURCE_TYPE}

@@ -35,38 +35,38 @@ class Compiled(ABC):
         self.lowered, self.dtype = lowered, dtype
 
     @abstractmethod
-    def start(self, graph: RelationalGraph) -> "Run":
+    def start(self, graph: RelationalGraph) -> "ProgramCall":
         """Return the state of one call."""
 
-    def dtype_of(self, at: int) -> torch.dtype:
+    def dtype_of(self, place: int) -> torch.dtype:
         """Return the dtype of a stored value."""
-        del at
+        del place
         return self.dtype
 
     def run(self, graph: RelationalGraph, inputs: Callable[[Input], torch.Tensor]) -> list[torch.Tensor]:
         """Return the values of the outputs, ``[rows, *shape]`` each."""
         program = self.lowered.program
-        run = self.start(graph)
-        for at, one in program.inputs.items():
-            run.values[at] = inputs(one).contiguous()
-            if one.name == SEED:
+        call = self.start(graph)
+        for place, argument in program.inputs.items():
+            call.values[place] = inputs(argument).contiguous()
+            if argument.name == SEED:
                 _check_not_captured(graph)
-                run.seed = int(run.values[at].item()) & 0xFFFFFFFF
+                call.seed = int(call.values[place].item()) & 0xFFFFFFFF
         for number, step in enumerate(self.lowered.steps):
             match step:
                 case Traversal():
-                    run.traverse(self.kernels[number])
+                    call.traverse(self.kernels[number])
                 case Product():
-                    run.multiply(step.place)
+                    call.multiply(step.place)
                 case Outer():
-                    run.sum_outer(step.place)
+                    call.sum_outer(step.place)
                 case BlockedSum():
-                    run.sum_blocks(step, self.kernels.get(number))
+                    call.sum_blocks(step, self.kernels.get(number))
                 case _:
-                    run.whole(step.place)
-            for at in self._last_use.get(number, ()):
-                run.forget(at)
-        return [run.value(at) for at in program.outputs]
+                    call.whole(step.place)
+            for place in self._last_use.get(number, ()):
+                call.forget(place)
+        return [call.value(place) for place in program.outputs]
 
     def describe(self, graph: RelationalGraph) -> str:
         """Return the steps with their rows, bytes and floating-point operations, as text."""
@@ -76,24 +76,24 @@ class Compiled(ABC):
         )
 
     def _title(self, step: Step, graph: RelationalGraph) -> str:
-        program = self.lowered.program
+        program, count = self.lowered.program, graph.indexes.count
         match step:
             case Traversal():
                 by = "" if step.by is None else f" by {step.by.value}"
-                roots = ", ".join(f"%{at}" for at in step.roots)
-                return f"{self.emitter} traversal of {graph.count(step.over):,} {step.over.value} rows{by}: {roots}"
+                roots = ", ".join(f"%{root}" for root in step.roots)
+                return f"{self.emitter} traversal of {count(step.over):,} {step.over.value} rows{by}: {roots}"
             case BlockedSum():
                 domain = program[step.product].domain
                 how = "stored" if step.rows is None else f"summed over {step.rows.over.value} rows"
                 how += "" if step.onto is None else f", onto %{step.onto}"
-                return f"blocked sum of products of {graph.count(domain):,} {domain.value} rows, {how}: %{step.place}"
+                return f"blocked sum of products of {count(domain):,} {domain.value} rows, {how}: %{step.place}"
             case Product():
                 domain = program[step.place].domain
-                return f"product of {graph.count(domain):,} {domain.value} rows: %{step.place}"
+                return f"product of {count(domain):,} {domain.value} rows: %{step.place}"
             case Outer():
-                one = program[step.place]
-                assert isinstance(one, OuterSum)
-                return f"sum of outer products of {graph.count(one.over):,} {one.over.value} rows: %{step.place}"
+                operation = program[step.place]
+                assert isinstance(operation, OuterSum)
+                return f"sum of outer products of {count(operation.over):,} {operation.over.value} rows: %{step.place}"
             case _:
                 return f"PyTorch: %{step.place}"
 
@@ -102,14 +102,14 @@ class Compiled(ABC):
         program = self.lowered.program
         last: dict[int, int] = {}
         for number, step in enumerate(self.lowered.steps):
-            for at in self._reads(number, step):
-                for name in _names(program, at):
+            for place in self._reads(number, step):
+                for name in _names(program, place):
                     last[name] = number
-        kept = {name for at in program.outputs for name in _names(program, at)}
+        kept = {name for place in program.outputs for name in _names(program, place)}
         self._last_use: dict[int, list[int]] = {}
-        for at, number in last.items():
-            if at not in kept:
-                self._last_use.setdefault(number, []).append(at)
+        for place, number in last.items():
+            if place not in kept:
+                self._last_use.setdefault(number, []).append(place)
 
     def _reads(self, number: int, step: Step) -> Sequence[int]:
         """Return the stored values that a step reads."""
@@ -125,18 +125,19 @@ class Compiled(ABC):
                 return program[step.place].operands
 
 
-class Run(ABC):
+class ProgramCall(ABC):
     """The tensors of one call."""
 
     def __init__(self, compiled: Compiled, graph: RelationalGraph):
-        self.graph, self.program, self.stored = graph, compiled.lowered.program, compiled.lowered.stored
+        self.indexes, self.device = graph.indexes, graph.device
+        self.program, self.stored = compiled.lowered.program, compiled.lowered.stored
         self.values: dict[int, torch.Tensor] = {}
         self.seed = 0
         self._dtype, self._dtype_of = compiled.dtype, compiled.dtype_of
         self._own: set[int] = set()
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         """Memory of dropped values by size and dtype, for reuse: new memory costs page faults."""
-        self._to_make = Counter(self._size(at) for step in compiled.lowered.steps for at in _made(step))
+        self._to_make = Counter(self._size(place) for step in compiled.lowered.steps for place in _made(step))
         """Number of values of each size that are still to be made."""
 
     @abstractmethod
@@ -151,73 +152,75 @@ class Run(ABC):
     def sum_outer(self, place: int) -> None:
         """Compute an `OuterSum`."""
 
-    def value(self, at: int) -> torch.Tensor:
+    def value(self, place: int) -> torch.Tensor:
         """Return a stored value, or the one that it is an alias of."""
-        return next(self.values[name] for name in _names(self.program, at) if name in self.values)
+        return next(self.values[name] for name in _names(self.program, place) if name in self.values)
 
-    def forget(self, at: int) -> None:
+    def forget(self, place: int) -> None:
         """Drop a value that no later step reads, and keep its memory for reuse."""
-        value = self.values.pop(at, None)
-        if value is not None and at in self._own:
+        value = self.values.pop(place, None)
+        if value is not None and place in self._own:
             free = self._free.setdefault((value.numel(), value.dtype), [])
             if len(free) < self._to_make[value.numel(), value.dtype]:
                 free.append(value.view(-1))
 
-    def make(self, at: int) -> torch.Tensor:
+    def make(self, place: int) -> torch.Tensor:
         """Return memory for a value; zeros if not every row is written."""
-        one = self.program[at]
-        shape = (self.graph.count(one.domain), *one.shape)
-        size = self._size(at)
+        operation = self.program[place]
+        shape = (self.indexes.count(operation.domain), *operation.shape)
+        size = self._size(place)
         free = self._free.get(size)
         self._to_make[size] -= 1
-        self._own.add(at)
-        zeros = isinstance(one, Reduce) and one.domain not in ENDS  # every pair has edges, but a node may have none
+        self._own.add(place)
+        # Every pair has edges, but a node may have none.
+        zeros = isinstance(operation, Reduce) and operation.domain not in ENDS
         if free:
-            found = free.pop().view(shape)
-            self.values[at] = found.zero_() if zeros else found
+            memory = free.pop().view(shape)
+            self.values[place] = memory.zero_() if zeros else memory
         else:
             make = torch.zeros if zeros else torch.empty
-            self.values[at] = make(shape, dtype=size[1], device=self.graph.device)
-        return self.values[at]
+            self.values[place] = make(shape, dtype=size[1], device=self.device)
+        return self.values[place]
 
     def sum_blocks(self, step: BlockedSum, kernel: Kernel | None) -> None:
         """Compute a sum of products; ``kernel`` computes the rows of a block if they are not stored."""
         raise InternalError(f"{type(self).__name__} cannot compute %{step.place}, {kernel}, in blocks")
 
-    def take(self, at: int, place: int) -> torch.Tensor:
+    def take(self, source: int, place: int) -> torch.Tensor:
         """Give the memory of one value to another, with its contents."""
         self._own.add(place)
-        self.values[place] = self.values.pop(at)
+        self.values[place] = self.values.pop(source)
         return self.values[place]
 
-    def lookup(self, at: int, over: Domain, by: Domain) -> torch.Tensor | None:
+    def lookup(self, place: int, over: Domain, by: Domain) -> torch.Tensor | None:
         """Return the value's row for each row of ``over`` in order of ``by``, ``int32``.
 
         ``None`` if it is the same row, or the only one.
         """
-        domain = self.program[at].domain
-        positions = self.graph.order(over, by)[0]
+        domain = self.program[place].domain
+        positions = self.indexes.order(over, by)[0]
         if domain in (over, Domain.ONE):
             return None if domain is Domain.ONE else positions
-        return self.graph.index_in_order(over, None if positions is None else by, domain)
+        return self.indexes.index_in_order(over, None if positions is None else by, domain)
 
     def whole(self, place: int) -> None:
         """Compute an operation with PyTorch."""
         dtype = torch.promote_types(self._dtype, torch.float32)
-        machine = _eager.Machine(self.program, self.graph, dtype, self.graph.device)
-        one = self.program[place]
-        for at in one.operands:
-            operand = self.program[at]
-            value = self.value(at) if at in self.stored else machine.compute(operand)
-            machine.values[at] = value.to(dtype) if value.is_floating_point() else value
-        found = machine.compute(one).expand(self.graph.count(one.domain), *one.shape).contiguous()
-        found = found.to(self._dtype_of(place))
-        is_view = any(_share_memory(found, other) for other in machine.values.values())
-        self.values[place] = found.clone() if is_view else found  # an operand's memory may be reused
+        interpreter = _eager.Interpreter(self.program, self.indexes, dtype, self.device)
+        operation = self.program[place]
+        for source in operation.operands:
+            operand = self.program[source]
+            value = self.value(source) if source in self.stored else interpreter.compute(operand)
+            interpreter.values[source] = value.to(dtype) if value.is_floating_point() else value
+        num_rows = self.indexes.count(operation.domain)
+        result = interpreter.compute(operation).expand(num_rows, *operation.shape).contiguous()
+        result = result.to(self._dtype_of(place))
+        is_view = any(_share_memory(result, tensor) for tensor in interpreter.values.values())
+        self.values[place] = result.clone() if is_view else result  # an operand's memory may be reused
 
-    def _size(self, at: int) -> tuple[int, torch.dtype]:
-        one = self.program[at]
-        return self.graph.count(one.domain) * math.prod(one.shape), self._dtype_of(at)
+    def _size(self, place: int) -> tuple[int, torch.dtype]:
+        operation = self.program[place]
+        return self.indexes.count(operation.domain) * math.prod(operation.shape), self._dtype_of(place)
 
 
 def _check_not_captured(graph: RelationalGraph) -> None:
@@ -227,20 +230,20 @@ def _check_not_captured(graph: RelationalGraph) -> None:
         )
 
 
-def _names(program: Program, at: int) -> list[int]:
+def _names(program: Program, place: int) -> list[int]:
     """Return the value, and those whose rows it shares."""
-    found = [at]
-    while isinstance(one := program[found[-1]], SameRows):
-        found.append(one.operands[0])
-    return found
+    names = [place]
+    while isinstance(alias := program[names[-1]], SameRows):
+        names.append(alias.operands[0])
+    return names
 
 
-def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.numel() > 0 and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+def _share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.numel() > 0 and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
 def _made(step: Step) -> Sequence[int]:
-    """Return the values that take memory from `Run.make`."""
+    """Return the values that take memory from `ProgramCall.make`."""
     if isinstance(step, Traversal):
         return step.roots
     is_made = isinstance(step, Product | Outer) or (isinstance(step, BlockedSum) and step.onto is None)

@@ -24,10 +24,11 @@ from penstock import native
 from penstock.relational._domain import Domain
 from penstock.relational._emit_triton import TritonKernel, emit
 from penstock.relational._graph import RelationalGraph
+from penstock.relational._indexes import Indexes
 from penstock.relational._ir import Input, Matmul, OuterSum, Program, Reduce
 from penstock.relational._lower import Kernel, lower
-from penstock.relational._steps import Compiled, Run
-from penstock.relational._tune import Choices, Schedule, compile_side_by_side, schedules
+from penstock.relational._steps import Compiled, ProgramCall
+from penstock.relational._tune import Choices, RowSchedule, compile_side_by_side, schedules
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 """Dtypes that it can compute in, with Triton's names."""
@@ -65,20 +66,20 @@ class CompiledTriton(Compiled):
             return torch.cuda.get_device_capability(device) >= ((8, 0) if dtype is torch.bfloat16 else (7, 0))
         return os.environ.get("TRITON_INTERPRET") == "1"
 
-    def dtype_of(self, at: int) -> torch.dtype:
-        is_narrow = math.prod(self.lowered.program[at].shape) < _NARROW
-        return torch.float32 if is_narrow and at not in self._results else self.dtype
+    def dtype_of(self, place: int) -> torch.dtype:
+        is_narrow = math.prod(self.lowered.program[place].shape) < _NARROW
+        return torch.float32 if is_narrow and place not in self._results else self.dtype
 
     def run(self, graph: RelationalGraph, inputs: Callable[[Input], torch.Tensor]) -> list[torch.Tensor]:
         """Return the values of the outputs, ``[rows, *shape]`` each."""
         with torch.cuda.device(graph.device) if graph.device.type == "cuda" else contextlib.nullcontext():
             return super().run(graph, inputs)
 
-    def start(self, graph: RelationalGraph) -> "_Run":
-        return _Run(self, graph)
+    def start(self, graph: RelationalGraph) -> "_TritonCall":
+        return _TritonCall(self, graph)
 
 
-class _Run(Run):
+class _TritonCall(ProgramCall):
     """The tensors of one call."""
 
     def __init__(self, compiled: CompiledTriton, graph: RelationalGraph):
@@ -88,91 +89,97 @@ class _Run(Run):
 
     def traverse(self, kernel: Kernel) -> None:
         assert isinstance(kernel, TritonKernel)
-        graph, step = self.graph, kernel.traversal
+        step = kernel.traversal
         for root in step.roots:
             self.make(root)
-        if not graph.count(step.over):
+        if not self.indexes.count(step.over):
             return
-        buffers = [self.value(at) for at in (*kernel.inputs, *step.roots)]
-        indexes = [graph.index_in_order(step.over, step.by, domain) for domain in kernel.indexes]
-        arguments = [*indexes, *buffers]
+        buffers = [self.value(place) for place in (*kernel.inputs, *step.roots)]
+        rows = [self.indexes.index_in_order(step.over, step.by, domain) for domain in kernel.indexes]
+        arguments = [*rows, *buffers]
         function = getattr(self.compiled.module, kernel.name)
         if step.by is None:
-            count = graph.count(step.over)
-            rows = _rows_of(kernel.tile)
-            launch(function, (_ceil(count, rows),), [count, self.seed, *arguments], {"ROWS": rows}, warps=4)
+            count, size = self.indexes.count(step.over), _rows_of(kernel.tile)
+            launch(function, (_ceil(count, size),), [count, self.seed, *arguments], {"ROWS": size}, warps=4)
             return
         self._go_through(kernel, function, arguments, self._schedule(kernel, function, arguments))
 
-    def _go_through(self, kernel: TritonKernel, function: Any, arguments: Sequence[Any], chosen: Schedule) -> None:
+    def _go_through(self, kernel: TritonKernel, function: Any, arguments: Sequence[Any], chosen: RowSchedule) -> None:
         launched = self._launched(kernel, arguments, chosen)
         launch(function, launched.grid, launched.arguments, launched.constants, warps=chosen.warps)
-        for at, part in launched.parts.items():
-            one = self.program[at]
-            assert isinstance(one, Reduce)
-            self._add_parts(launched.split, part, self.value(at), math.prod(one.shape), is_max=one.kind == "max")
+        for place, part in launched.parts.items():
+            operation = self.program[place]
+            assert isinstance(operation, Reduce)
+            self._add_parts(
+                launched.split, part, self.value(place), math.prod(operation.shape), is_max=operation.kind == "max"
+            )
 
-    def _launched(self, kernel: TritonKernel, arguments: Sequence[Any], chosen: Schedule) -> "_Launch":
-        graph, step = self.graph, kernel.traversal
+    def _launched(self, kernel: TritonKernel, arguments: Sequence[Any], chosen: RowSchedule) -> "_Launch":
+        step = kernel.traversal
         assert step.by is not None
-        tasks = tasks_of(graph, step.over, step.by, chosen.split)
-        positions, _ = graph.order(step.over, step.by)
+        tasks = tasks_of(self.indexes, step.over, step.by, chosen.split)
+        positions, _ = self.indexes.order(step.over, step.by)
         parts = {
-            at: torch.empty(tasks.num_parts, math.prod(self.program[at].shape), device=graph.device)
-            for at in step.roots
-            if isinstance(self.program[at], Reduce)
+            place: torch.empty(tasks.num_parts, math.prod(self.program[place].shape), device=self.device)
+            for place in step.roots
+            if isinstance(self.program[place], Reduce)
         }
         grid = (_ceil(len(tasks.groups), chosen.rows) if chosen.lanes else len(tasks.groups),)
-        given = [
+        all_arguments = [
             tasks.groups, tasks.begins, tasks.ends, tasks.part_numbers, _or_any(positions, tasks.groups),
             len(tasks.groups), self.seed, *arguments, *parts.values(),
         ]  # fmt: skip
         flags = {"HAS_POSITIONS": positions is not None, "LANES": chosen.lanes, "ROWS": chosen.rows}
-        return _Launch(grid, given, flags, parts, tasks.split)
+        return _Launch(grid, all_arguments, flags, parts, tasks.split)
 
-    def _schedule(self, kernel: TritonKernel, function: Any, arguments: Sequence[Any]) -> Schedule:
-        graph, step = self.graph, kernel.traversal
+    def _schedule(self, kernel: TritonKernel, function: Any, arguments: Sequence[Any]) -> RowSchedule:
+        step, count = kernel.traversal, self.indexes.count
         assert step.by is not None
-        mean = graph.count(step.over) / max(1, graph.count(step.by))
+        mean = count(step.over) / max(1, count(step.by))
         tried = schedules(_rows_of(kernel.tile), mean)
-        if torch.are_deterministic_algorithms_enabled() or not _is_timed(graph.device):
+        if torch.are_deterministic_algorithms_enabled() or not _is_timed(self.device):
             return tried[0]
-        shape = tuple(graph.count(domain).bit_length() for domain in (step.over, step.by))
-        choices = self.compiled.choices(graph.device)
+        shape = tuple(count(domain).bit_length() for domain in (step.over, step.by))
+        choices = self.compiled.choices(self.device)
         chosen = choices.find(kernel.name, shape, tried)
         if chosen is not None:
             return chosen
         if torch.cuda.is_current_stream_capturing():
             return tried[0]  # measured at the next call
         self._compile(kernel, function, arguments, tried)
-        chosen = min(tried, key=lambda one: _mean_ms(lambda: self._go_through(kernel, function, arguments, one)))
+        # This call's own buffers serve to measure, because every kernel writes all of its result.
+        chosen = min(
+            tried, key=lambda schedule: _mean_ms(lambda: self._go_through(kernel, function, arguments, schedule))
+        )
         choices.keep(kernel.name, shape, chosen)
         return chosen
 
     def _compile(
-        self, kernel: TritonKernel, function: Any, arguments: Sequence[Any], tried: Sequence[Schedule]
+        self, kernel: TritonKernel, function: Any, arguments: Sequence[Any], tried: Sequence[RowSchedule]
     ) -> None:
         """Compile all schedules in parallel."""
 
-        def compiler(one: Schedule) -> Callable[[], object]:
-            made = self._launched(kernel, arguments, one)
-            return lambda: function.warmup(*made.arguments, grid=made.grid, **made.constants, num_warps=one.warps)
+        def compiler(schedule: RowSchedule) -> Callable[[], object]:
+            launched = self._launched(kernel, arguments, schedule)
+            return lambda: function.warmup(
+                *launched.arguments, grid=launched.grid, **launched.constants, num_warps=schedule.warps
+            )
 
-        compile_side_by_side([compiler(one) for one in tried])
+        compile_side_by_side([compiler(schedule) for schedule in tried])
 
     def multiply(self, place: int) -> None:
-        one = self.program[place]
-        assert isinstance(one, Matmul)
-        left, matrix = one.operands
+        operation = self.program[place]
+        assert isinstance(operation, Matmul)
+        left, matrix = operation.operands
         shape = self.program[matrix].shape
-        heads = math.prod(one.shape[:-1])
-        inner, outer = (shape[-1], shape[-2]) if one.transposed else (shape[-2], shape[-1])
+        heads = math.prod(operation.shape[:-1])
+        inner, outer = (shape[-1], shape[-2]) if operation.transposed else (shape[-2], shape[-1])
         by = self.program[matrix].domain
-        found, (rows, index, strides) = self.make(place), self._rows(left, one.domain, by, inner, heads)
-        places = self.graph.order(one.domain, by)[0]
+        result, (rows, index, strides) = self.make(place), self._rows(left, operation.domain, by, inner, heads)
+        places = self.indexes.order(operation.domain, by)[0]
         matrices = self.value(matrix).contiguous()
         block_rows, block_outer = 64, min(64, _block_of(outer))
-        blocks = blocks_of(self.graph, one.domain, by, block_rows)
+        blocks = blocks_of(self.indexes, operation.domain, by, block_rows)
         if not len(blocks.types):
             return
         launch(
@@ -180,12 +187,12 @@ class _Run(Run):
             (len(blocks.types), _ceil(outer, block_outer), heads),
             [
                 blocks.types, blocks.starts, blocks.segments, rows, _or_any(index, blocks.types), matrices,
-                _or_any(places, blocks.types), found,
+                _or_any(places, blocks.types), result,
             ],
             {
                 "row_stride": strides[0], "head_stride": strides[1], "matrix_stride": math.prod(shape),
                 "matrix_head_stride": inner * outer if math.prod(shape[:-2]) > 1 else 0, "HEADS": heads,
-                "INNER": inner, "OUTER": outer, "TRANSPOSED": one.transposed, "HAS_INDEX": index is not None,
+                "INNER": inner, "OUTER": outer, "TRANSPOSED": operation.transposed, "HAS_INDEX": index is not None,
                 "HAS_PLACES": places is not None, "IS_HALF": _is_half(rows, matrices), "PRECISION": _precision(),
                 "BLOCK_ROWS": block_rows, "BLOCK_INNER": min(32, _block_of(inner)), "BLOCK_OUTER": block_outer,
             },
@@ -193,20 +200,20 @@ class _Run(Run):
         )  # fmt: skip
 
     def sum_outer(self, place: int) -> None:
-        one = self.program[place]
-        assert isinstance(one, OuterSum)
-        inner, outer = one.shape[-2:]
-        heads = math.prod(one.shape[:-2])
-        found = self.make(place).zero_()
-        blocks = blocks_of(self.graph, one.over, one.domain, _SPLIT_ROWS)
+        operation = self.program[place]
+        assert isinstance(operation, OuterSum)
+        inner, outer = operation.shape[-2:]
+        heads = math.prod(operation.shape[:-2])
+        result = self.make(place).zero_()
+        blocks = blocks_of(self.indexes, operation.over, operation.domain, _SPLIT_ROWS)
         if not len(blocks.types):
             return
         (left, left_index, left_strides), (right, right_index, right_strides) = (
-            self._rows(at, one.over, one.domain, size, heads)
-            for at, size in zip(one.operands, (inner, outer), strict=True)
+            self._rows(operand, operation.over, operation.domain, size, heads)
+            for operand, size in zip(operation.operands, (inner, outer), strict=True)
         )
         width = heads * inner * outer
-        parts = torch.empty(len(blocks.types), width, device=self.graph.device, dtype=torch.float32)
+        parts = torch.empty(len(blocks.types), width, device=self.device, dtype=torch.float32)
         block_inner, block_outer = min(64, _block_of(inner)), min(64, _block_of(outer))
         launch(
             self.fixed.typed_outer,
@@ -224,7 +231,7 @@ class _Run(Run):
             },
             warps=4,
         )  # fmt: skip
-        self._add_parts(blocks.split, parts, found, width, is_max=False)
+        self._add_parts(blocks.split, parts, result, width, is_max=False)
 
     def _add_parts(
         self, split: "Split", parts: torch.Tensor, results: torch.Tensor, width: int, *, is_max: bool
@@ -241,13 +248,13 @@ class _Run(Run):
         )
 
     def _rows(
-        self, at: int, over: Domain, by: Domain, width: int, heads: int
+        self, place: int, over: Domain, by: Domain, width: int, heads: int
     ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[int, int]]:
         """Return a product's rows: the tensor, the index of its rows, and strides between rows and heads."""
-        value, one = self.value(at), self.program[at]
-        size = math.prod(one.shape)
-        strides = (0 if one.domain is Domain.ONE else size, width if heads > 1 and size > width else 0)
-        return value, self.lookup(at, over, by), strides
+        value, operation = self.value(place), self.program[place]
+        size = math.prod(operation.shape)
+        strides = (0 if operation.domain is Domain.ONE else size, width if heads > 1 and size > width else 0)
+        return value, self.lookup(place, over, by), strides
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,14 +317,16 @@ class Blocks:
     """The blocks of each type."""
 
 
-def tasks_of(graph: RelationalGraph, over: Domain, by: Domain, split: int) -> Tasks:
+def tasks_of(indexes: Indexes, over: Domain, by: Domain, split: int) -> Tasks:
     """Return the graph's tasks, which are built once."""
-    return graph.remember(("tasks", over, by, split), lambda: _tasks(graph.order(over, by)[1], split, graph.device))
+    key, device = ("tasks", over, by, split), indexes.edges.device
+    return indexes.remember(key, lambda: _tasks(indexes.order(over, by).starts, split, device))
 
 
-def blocks_of(graph: RelationalGraph, of: Domain, to: Domain, size: int) -> Blocks:
+def blocks_of(indexes: Indexes, of: Domain, to: Domain, size: int) -> Blocks:
     """Return the graph's blocks, which are built once."""
-    return graph.remember(("blocks", of, to, size), lambda: _blocks(graph.order(of, to)[1], size, graph.device))
+    key, device = ("blocks", of, to, size), indexes.edges.device
+    return indexes.remember(key, lambda: _blocks(indexes.order(of, to).starts, size, device))
 
 
 def _tasks(starts: torch.Tensor, split: int, device: torch.device) -> Tasks:
@@ -327,11 +336,11 @@ def _tasks(starts: torch.Tensor, split: int, device: torch.device) -> Tasks:
     ends = torch.minimum(begins + split, starts[1:][groups])
     is_part = chunks[groups] > 1
     numbers = torch.where(is_part, is_part.cumsum(0) - 1, -1)
-    order = (begins - ends).argsort(stable=True)
+    order = (begins - ends).argsort(stable=True)  # the longest first, so that none is left over at the end
     owners = (chunks > 1).nonzero().squeeze(1)
     parts = Split(*_int32(device, owners, chunks[owners].cumsum(0) - chunks[owners], chunks[owners]))
-    one, two, three, four = _int32(device, *(one[order] for one in (groups, begins, ends, numbers)))
-    return Tasks(one, two, three, four, num_parts=int(is_part.sum()), split=parts)
+    groups, begins, ends, numbers = _int32(device, *(column[order] for column in (groups, begins, ends, numbers)))
+    return Tasks(groups, begins, ends, numbers, num_parts=int(is_part.sum()), split=parts)
 
 
 def _blocks(segments: torch.Tensor, size: int, device: torch.device) -> Blocks:
@@ -339,8 +348,8 @@ def _blocks(segments: torch.Tensor, size: int, device: torch.device) -> Blocks:
     types, ranks, chunks = _pieces(segments, size)
     owners = chunks.nonzero().squeeze(1)
     split = Split(*_int32(device, owners, (chunks.cumsum(0) - chunks)[owners], chunks[owners]))
-    one, two, three = _int32(device, types, segments[:-1][types] + ranks * size, segments)
-    return Blocks(one, two, three, split)
+    types, starts, segments = _int32(device, types, segments[:-1][types] + ranks * size, segments)
+    return Blocks(types, starts, segments, split)
 
 
 def _pieces(starts: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -352,7 +361,7 @@ def _pieces(starts: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _int32(device: torch.device, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    return [one.to(device, torch.int32).contiguous() for one in tensors]
+    return [tensor.to(device, torch.int32).contiguous() for tensor in tensors]
 
 
 def launch(
@@ -414,13 +423,13 @@ def _fixed_kernels() -> Any:  # any: a module of Triton kernels
 
 def _is_half(*tensors: torch.Tensor) -> bool:
     """Return whether tensor cores can multiply these tensors without conversion."""
-    pairs = itertools.pairwise(one.dtype for one in tensors)
-    return tensors[0].dtype is not torch.float32 and all(one is other for one, other in pairs)
+    pairs = itertools.pairwise(tensor.dtype for tensor in tensors)
+    return tensors[0].dtype is not torch.float32 and all(left is right for left, right in pairs)
 
 
-def _or_any(index: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+def _or_any(index: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
     """Return the index, or any other pointer for an argument that is not read without an index."""
-    return other if index is None else index
+    return stand_in if index is None else index
 
 
 def _precision() -> str:

@@ -7,15 +7,23 @@ in order, so the same schedule gives bit-identical results.
 import triton
 import triton.language as tl
 
+from penstock.relational._dropout import FACTORS, SHIFTS
+from penstock.relational._elementwise import DENSITY_AT_0, SQRT_HALF
+
+# Triton reads globals of a kernel only if they are constexpr.
+_SHIFT_0, _SHIFT_1, _SHIFT_2 = (tl.constexpr(shift) for shift in SHIFTS)
+_FACTOR_0, _FACTOR_1 = (tl.constexpr(factor) for factor in FACTORS)
+_SQRT_HALF, _DENSITY_AT_0 = tl.constexpr(SQRT_HALF), tl.constexpr(DENSITY_AT_0)
+
 
 @triton.jit
 def mix(x):
-    """Mix 32 bits, like `penstock.relational._random.hashed`."""
-    x = x ^ (x >> 16)
-    x = x * 0x7FEB352D
-    x = x ^ (x >> 15)
-    x = x * 0x846CA68B
-    return x ^ (x >> 16)
+    """Mix 32 bits, like `penstock.relational._dropout.hashed`."""
+    x = x ^ (x >> _SHIFT_0)
+    x = x * _FACTOR_0
+    x = x ^ (x >> _SHIFT_1)
+    x = x * _FACTOR_1
+    return x ^ (x >> _SHIFT_2)
 
 
 @triton.jit
@@ -44,13 +52,13 @@ def tanh(x):
 @triton.jit
 def gelu(x):
     """Return GELU, computed with the error function."""
-    return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    return 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
 
 
 @triton.jit
 def gelu_slope(x):
     """Return the derivative of ``gelu``."""
-    return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
+    return 0.5 * (1.0 + tl.erf(x * _SQRT_HALF)) + x * tl.exp(-0.5 * x * x) * _DENSITY_AT_0
 
 
 @triton.jit
@@ -89,11 +97,11 @@ def typed_matmul(
     start = tl.load(block_starts + block)
     end = tl.load(segments + kind + 1)
     head = tl.program_id(2)
-    at = start + tl.arange(0, BLOCK_ROWS)
-    live = at < end
-    source = at.to(tl.int64)
+    position = start + tl.arange(0, BLOCK_ROWS)
+    live = position < end
+    source = position.to(tl.int64)
     if HAS_INDEX:
-        source = tl.load(index + at, mask=live, other=0).to(tl.int64)
+        source = tl.load(index + position, mask=live, other=0).to(tl.int64)
     outer = tl.program_id(1) * BLOCK_OUTER + tl.arange(0, BLOCK_OUTER)
     total = tl.zeros([BLOCK_ROWS, BLOCK_OUTER], dtype=tl.float32)
     for begin in range(0, INNER, BLOCK_INNER):
@@ -116,9 +124,9 @@ def typed_matmul(
             a = a.to(tl.float32)
             b = b.to(tl.float32)
         total = tl.dot(a, b, total, input_precision=PRECISION)
-    row = at.to(tl.int64)
+    row = position.to(tl.int64)
     if HAS_PLACES:
-        row = tl.load(places + at, mask=live, other=0).to(tl.int64)
+        row = tl.load(places + position, mask=live, other=0).to(tl.int64)
     tl.store(
         results + (row[:, None] * HEADS + head) * OUTER + outer[None, :],
         total,
@@ -166,14 +174,14 @@ def typed_outer(
     outer = (tl.program_id(1) % tiles) * BLOCK_OUTER + tl.arange(0, BLOCK_OUTER)
     total = tl.zeros([BLOCK_INNER, BLOCK_OUTER], dtype=tl.float32)
     for begin in range(start, end, BLOCK_ROWS):
-        at = begin + tl.arange(0, BLOCK_ROWS)
-        live = at < end
-        from_left = at.to(tl.int64)
+        position = begin + tl.arange(0, BLOCK_ROWS)
+        live = position < end
+        from_left = position.to(tl.int64)
         if LEFT_HAS_INDEX:
-            from_left = tl.load(left_index + at, mask=live, other=0).to(tl.int64)
-        from_right = at.to(tl.int64)
+            from_left = tl.load(left_index + position, mask=live, other=0).to(tl.int64)
+        from_right = position.to(tl.int64)
         if RIGHT_HAS_INDEX:
-            from_right = tl.load(right_index + at, mask=live, other=0).to(tl.int64)
+            from_right = tl.load(right_index + position, mask=live, other=0).to(tl.int64)
         a = tl.load(
             left + from_left[None, :] * left_stride + head * left_head_stride + inner[:, None],
             mask=(inner < INNER)[:, None] & live[None, :],
@@ -212,8 +220,8 @@ def add_parts(
     fits = column < WIDTH
     first = tl.load(firsts + task).to(tl.int64)
     total = tl.load(parts + first * WIDTH + column, mask=fits, other=0.0)
-    for at in range(1, tl.load(counts + task)):
-        part = tl.load(parts + (first + at) * WIDTH + column, mask=fits, other=0.0)
+    for number in range(1, tl.load(counts + task)):
+        part = tl.load(parts + (first + number) * WIDTH + column, mask=fits, other=0.0)
         if IS_MAX:
             total = larger(total, part)
         else:

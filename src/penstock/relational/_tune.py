@@ -12,7 +12,7 @@ NUM_TRIED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class RowSchedule:
     """The division of a traversal's rows among instances."""
 
     rows: int
@@ -25,18 +25,19 @@ class Schedule:
     """Warps of an instance."""
 
 
-def schedules(max_rows: int, mean_rows: float) -> list[Schedule]:
+def schedules(max_rows: int, mean_rows: float) -> list[RowSchedule]:
     """Return the ``NUM_TRIED`` schedules that a traversal tries, the likeliest first.
 
     ``max_rows`` is that of an instance, ``mean_rows`` that of a group. Two schedules suit groups of that length, the
     third suits others.
     """
-    by_group = [Schedule(min(max_rows, rows), lanes=False, split=1024, warps=warps) for rows, warps in _BY_GROUP]
-    by_lane = [Schedule(min(max_rows, rows), lanes=True, split=128, warps=warps) for rows, warps in _BY_LANE]
+    by_group = [RowSchedule(min(max_rows, rows), lanes=False, split=1024, warps=warps) for rows, warps in _BY_GROUP]
+    by_lane = [RowSchedule(min(max_rows, rows), lanes=True, split=128, warps=warps) for rows, warps in _BY_LANE]
     suited, others = (by_group, by_lane) if mean_rows >= 8 else (by_lane, by_group)
     return list(dict.fromkeys([*suited, others[0]]))[:NUM_TRIED]
 
 
+# Eight schedules were tried once; they differed from these only in rows per instance, and RGAT compiled 86 kernels.
 _BY_GROUP = ((16, 2), (32, 4))
 _BY_LANE = ((8, 2), (16, 4))
 
@@ -50,28 +51,28 @@ class Choices:
     """
 
     def __init__(self, source: str, device: str):
-        safe = "".join(one if one.isalnum() else "_" for one in device)
+        safe = "".join(character if character.isalnum() else "_" for character in device)
         self._file_name = f"{source}-{safe}.json"
-        self._chosen: dict[str, Schedule] = self._read()
+        self._chosen: dict[str, RowSchedule] = self._read()
 
-    def find(self, kernel: str, shape: tuple[int, ...], tried: Sequence[Schedule]) -> Schedule | None:
+    def find(self, kernel: str, shape: tuple[int, ...], tried: Sequence[RowSchedule]) -> RowSchedule | None:
         """Return the fastest of ``tried`` for a graph of that shape, if it was measured."""
         chosen = self._chosen.get(_key(kernel, shape))
         return chosen if chosen in tried else None
 
-    def keep(self, kernel: str, shape: tuple[int, ...], chosen: Schedule) -> None:
+    def keep(self, kernel: str, shape: tuple[int, ...], chosen: RowSchedule) -> None:
         """Remember the choice, here and for other processes."""
         self._chosen = self._read() | self._chosen | {_key(kernel, shape): chosen}
-        text = json.dumps({key: asdict(one) for key, one in sorted(self._chosen.items())}, indent=1)
+        text = json.dumps({key: asdict(schedule) for key, schedule in sorted(self._chosen.items())}, indent=1)
         try:
             native.keep_source(text, self._file_name)
         except OSError:  # the disk is full: the next process measures again
             return
 
-    def _read(self) -> dict[str, Schedule]:
+    def _read(self) -> dict[str, RowSchedule]:
         try:
             kept = json.loads((native.cache_folder() / self._file_name).read_text())
-            return {key: Schedule(**one) for key, one in kept.items()}
+            return {key: RowSchedule(**schedule) for key, schedule in kept.items()}
         except (OSError, ValueError, TypeError, AttributeError):
             return {}
 
@@ -81,8 +82,8 @@ def compile_side_by_side(compilers: Sequence[Callable[[], object]]) -> None:
     import triton
 
     with ThreadPoolExecutor(len(compilers)) as pool, triton.AsyncCompileMode(pool):
-        for one in compilers:
-            one()
+        for compiler in compilers:
+            compiler()
 
 
 def _key(kernel: str, shape: tuple[int, ...]) -> str:
