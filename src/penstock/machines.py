@@ -18,7 +18,8 @@ _LAUNCH_S = 5e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A machine: one device, its link to host memory, and a disk."""
+    """A machine: one device, its link to host memory, and a disk. It is wide because data sheets have that many figures.
+    """
 
     name: str
     """Name to ask for it by, such as ``"h200"``."""
