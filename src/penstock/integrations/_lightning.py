@@ -84,8 +84,8 @@ class LightningOffload:
 
     def __reduce__(self) -> tuple[Callable[[], "LightningOffload"], tuple[()]]:
         """Pickle the options only, for ``strategy="ddp_spawn"``; the other process begins anew."""
-        given = {"logs": self._logs, "method": self._method, **self._options}
-        return functools.partial(LightningOffload, **given), ()  # type: ignore[arg-type]
+        settings = {"logs": self._logs, "method": self._method, **self._options}
+        return functools.partial(LightningOffload, **settings), ()  # type: ignore[arg-type]
 
     def summary(self) -> OffloadSummary | offload.TrainingStatistics | None:
         """Return what the present or the last run did; ``None`` before training."""

@@ -73,7 +73,7 @@ def bandwidths(
     known = cache.get(key)
     if (
         known
-        and {Link.named(one["lane"]) for one in known} >= _links_of_disk()
+        and {Link.named(lane["lane"]) for lane in known} >= _links_of_disk()
         and not refresh
         and all(time.time() - lane["measured_s"] < _EXPIRY_S for lane in known)
     ):
@@ -229,8 +229,8 @@ def _load_cache() -> dict[str, list[dict[str, Any]]]:  # any: JSON that somebody
             for lane in lanes:
                 bandwidth = LaneBandwidth(**lane)
                 if not all(
-                    isinstance(one, float) and 0 < one < _MOST
-                    for one in (bandwidth.measured_s, bandwidth.bandwidth_bytes_per_s)
+                    isinstance(number, float) and 0 < number < _MOST
+                    for number in (bandwidth.measured_s, bandwidth.bandwidth_bytes_per_s)
                 ):
                     return {}
                 Link.named(bandwidth.lane)  # raises if there is no such link

@@ -59,9 +59,9 @@ def machine(
 
 
 def _devices() -> tuple[MeasuredPlace, ...]:
-    found = [(backend_of(device), _described(backend_of(device))) for device in accelerators()]
-    found = found or [(backend_of("cpu"), f"main memory, {os.cpu_count()} cores (no accelerator)")]
-    return tuple(_place("device", description, backend) for backend, description in found)
+    described = [(backend_of(device), _described(backend_of(device))) for device in accelerators()]
+    described = described or [(backend_of("cpu"), f"main memory, {os.cpu_count()} cores (no accelerator)")]
+    return tuple(_place("device", description, backend) for backend, description in described)
 
 
 def _described(backend: Backend) -> str:
@@ -107,8 +107,10 @@ def _direct_io(directory: str | os.PathLike[str]) -> Feature:
 
 
 def _module(name: str, purpose: str) -> Feature:
-    found = importlib.util.find_spec(name) is not None
-    return Feature(name=name, is_supported=found, reason=purpose if found else f"not installed ({purpose})")
+    is_installed = importlib.util.find_spec(name) is not None
+    return Feature(
+        name=name, is_supported=is_installed, reason=purpose if is_installed else f"not installed ({purpose})"
+    )
 
 
 def _compiler() -> Feature:

@@ -122,7 +122,7 @@ def can_record(device: torch.device | str) -> bool:
 
 def live_storages(device_type: str = "cpu") -> dict[int, StorageWeakRef]:
     """Return weak references to the storages of all tensors that Python can reach, including gradients, by identity."""
-    found: dict[int, StorageWeakRef] = {}
+    live: dict[int, StorageWeakRef] = {}
     kinds = _tensor_types()  # a process has half a million objects, and a set lookup costs a tenth of issubclass
     for thing in [thing for thing in gc.get_objects() if type(thing) in kinds]:
         tensors = [thing]
@@ -131,8 +131,8 @@ def live_storages(device_type: str = "cpu") -> dict[int, StorageWeakRef]:
         for tensor in tensors:
             for storage in _storages(tensor):
                 if storage.device.type == device_type:
-                    found[id_of(storage)] = StorageWeakRef(storage)
-    return found
+                    live[id_of(storage)] = StorageWeakRef(storage)
+    return live
 
 
 @checked("penstock.probe.held_bytes('cuda:0')")
@@ -173,7 +173,7 @@ def giving_way(stop: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        _passive[:] = [one for one in _passive if one is not entry]
+        _passive[:] = [other for other in _passive if other is not entry]
 
 
 @contextmanager

@@ -69,7 +69,7 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
             f"`ours` and `theirs` must have a time above 0 for each round, got {len(ours)} and {len(theirs)} times: "
             "penstock.probe.paired_ratio(times['ours'], times['theirs'])"
         )
-    ratios = [one / two for one, two in zip(ours, theirs, strict=True)]
+    ratios = [ours_s / theirs_s for ours_s, theirs_s in zip(ours, theirs, strict=True)]
     choices = random.Random(0)  # noqa: S311
     medians = sorted(median(choices.choices(ratios, k=len(ratios))) for _ in range(_NUM_RESAMPLES))
     return Ratio(median(ratios), medians[249], medians[9749])
