@@ -245,18 +245,6 @@ def test_what_the_ledger_holds_at_the_start_counts():
         ledger.charge(-1000)
 
 
-def test_a_ledger_records_only_inside_the_block():
-    with ledger.record() as outer:
-        ledger.charge(3)
-        with ledger.record() as inner:
-            ledger.charge(-3)
-        ledger.charge(4)
-    ledger.charge(-4)
-    assert [size for _, size in outer] == [3, -3, 4]
-    assert [size for _, size in inner] == [-3]
-    assert outer[0][0] <= outer[1][0] <= outer[2][0]
-
-
 def test_a_running_profiler_is_refused():
     with (
         torch.autograd.profiler.profile(profile_memory=True),
