@@ -24,8 +24,8 @@ def test_what_is_wanted_comes_first_then_what_forward_wants_first(last_first, ex
     steps = {name: Step(name, ran, may_run) for name in "abcd"}
     while lane._queue:  # until the first one has begun, and waits
         may_run.wait(0.01)
-    for one in steps.values():
-        lane.put(one, is_first=last_first)
+    for step in steps.values():
+        lane.put(step, is_first=last_first)
     lane.hurry(steps["b"])
     may_run.set()
     lane.close()

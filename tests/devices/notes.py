@@ -1,6 +1,5 @@
 """An accelerator that only takes notes of what is asked of it."""
 
-import pytest
 import torch
 
 from penstock.devices import _of
@@ -75,10 +74,3 @@ class Event:
 
 
 DEVICE = torch.device("cuda", 1)
-
-
-@pytest.fixture
-def notes(monkeypatch):
-    made = Notes()
-    made.install(monkeypatch)
-    return made

@@ -57,7 +57,7 @@ def test_an_allocator_counts(notes):
 def test_a_threads_workspaces_are_taken_before_they_are_measured(notes, monkeypatch):
     multiplied = []
     addmm = torch.addmm
-    monkeypatch.setattr(torch, "addmm", lambda *given: multiplied.append(given[1].dtype) or addmm(*given))
+    monkeypatch.setattr(torch, "addmm", lambda *arguments: multiplied.append(arguments[1].dtype) or addmm(*arguments))
     backend = Accelerator(DEVICE)
     backend.device = torch.device("cpu")
     backend.warm_up()

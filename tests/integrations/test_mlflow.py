@@ -24,28 +24,28 @@ def runs_of(uri, experiment):
     from mlflow import MlflowClient
 
     client = MlflowClient(tracking_uri=uri)
-    found = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
-    return client, {one.info.run_name: one for one in found}
+    runs = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
+    return client, {job_run.info.run_name: job_run for job_run in runs}
 
 
 def history_of(client, run, key):
-    return sorted((one.step, one.value) for one in client.get_metric_history(run.info.run_id, key))
+    return sorted((metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, key))
 
 
 STATUS = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED", "never begun": "FAILED"}
 
 
 def test_mlflow_has_every_loss_and_what_became_of_each_job(mlflow_uri):
-    found = run(MLflowTracker("rates", tracking_uri=mlflow_uri))
+    results = run(MLflowTracker("rates", tracking_uri=mlflow_uri))
     client, runs = runs_of(mlflow_uri, "rates")
-    assert {name: one.info.status for name, one in runs.items()} == STATUS
-    for name, one in found.items():
+    assert {name: job_run.info.status for name, job_run in runs.items()} == STATUS
+    for name, result in results.items():
         run_of = runs[name]
-        assert run_of.data.tags["penstock.state"] == one.state.value
-        if one.losses:
-            assert history_of(client, run_of, "loss") == list(enumerate(one.losses, start=1))
+        assert run_of.data.tags["penstock.state"] == result.state.value
+        if result.losses:
+            assert history_of(client, run_of, "loss") == list(enumerate(result.losses, start=1))
             assert run_of.data.params["lr"] == "0.1" and "a_b" in run_of.data.params
-    validations = [(one["step"], one["loss"]) for one in found["done"].validations]
+    validations = [(validation["step"], validation["loss"]) for validation in results["done"].validations]
     assert history_of(client, runs["done"], "validation/loss") == validations
     assert len(validations) == 2
 
@@ -60,7 +60,7 @@ def test_mlflow_takes_a_database_and_an_experiment_that_exists(tmp_path, mlflow_
             tracker.end(job_of(name), fleet.JobState.DONE)
         tracker.close()
     client, runs = runs_of(uri, "rates")
-    assert {name: one.info.status for name, one in runs.items()} == {"a": "FINISHED", "b": "KILLED"}
+    assert {name: job_run.info.status for name, job_run in runs.items()} == {"a": "FINISHED", "b": "KILLED"}
     assert runs["b"].data.tags["penstock.state"] == "interrupted"
     assert history_of(client, runs["b"], "loss") == [(1, 0.5)]
 

@@ -25,19 +25,23 @@ def text_of(events, tag):
 
 def test_tensorboard_has_every_loss_and_what_became_of_each_job(tmp_path):
     pytest.importorskip("tensorboard")
-    found = run(TensorBoardTracker(tmp_path / "runs"))
-    assert sorted(one.name for one in (tmp_path / "runs").iterdir()) == sorted(found)
-    for name, one in found.items():
+    results = run(TensorBoardTracker(tmp_path / "runs"))
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == sorted(results)
+    for name, result in results.items():
         events = events_of(tmp_path / "runs" / name)
-        assert text_of(events, "state") == one.state.value
-        if not one.losses:
+        assert text_of(events, "state") == result.state.value
+        if not result.losses:
             continue
         steps = [(event.step, event.value) for event in events.Scalars("loss")]
-        assert steps == [(step, np.float32(loss)) for step, loss in enumerate(one.losses, start=1)]
+        assert steps == [(step, np.float32(loss)) for step, loss in enumerate(result.losses, start=1)]
         assert "| lr | 0.1 |\n| a\\|b | c d |" in text_of(events, "tags")
-    validations = [(one.step, one.value) for one in events_of(tmp_path / "runs" / "done").Scalars("validation/loss")]
-    assert validations == [(one["step"], np.float32(one["loss"])) for one in found["done"].validations]
-    assert len(found["stopped"].losses) == 5 and len(found["failed"].losses) == 2
+    validations = [
+        (event.step, event.value) for event in events_of(tmp_path / "runs" / "done").Scalars("validation/loss")
+    ]
+    assert validations == [
+        (validation["step"], np.float32(validation["loss"])) for validation in results["done"].validations
+    ]
+    assert len(results["stopped"].losses) == 5 and len(results["failed"].losses) == 2
     assert events_of(tmp_path / "runs" / "done").Scalars("lr")[0].value == np.float32(0.1)
 
 
@@ -49,7 +53,7 @@ def test_tensorboard_hides_what_came_after_the_checkpoint_of_a_resumed_job(tmp_p
         for step in steps:
             tracker.log(job, step, {"loss": float(step + 10 * steps.start)})
         tracker.close()
-    values = {one.step: one.value for one in events_of(tmp_path / "a").Scalars("loss")}
+    values = {event.step: event.value for event in events_of(tmp_path / "a").Scalars("loss")}
     assert values == {1: 11, 2: 12, 3: 13, 4: 44, 5: 45, 6: 46, 7: 47, 8: 48}
 
 

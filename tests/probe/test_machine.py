@@ -43,18 +43,18 @@ def test_a_compiler_is_looked_for(report, monkeypatch, tmp_path):
     compiler = tmp_path / "my cc"
     compiler.touch(mode=0o700)
     monkeypatch.setenv("CC", f"'{compiler}' -pthread")
-    found = report().features[-1]
-    assert found.is_supported
-    assert found.reason == f"'{compiler}' -pthread"
+    feature = report().features[-1]
+    assert feature.is_supported
+    assert feature.reason == f"'{compiler}' -pthread"
 
 
 def test_without_a_compiler_it_says_what_is_slower(report, monkeypatch):
     monkeypatch.setenv("CC", "")
     monkeypatch.setenv("PATH", "")
-    found = report().features[-1]
-    assert not found.is_supported
-    assert found.reason.startswith("none: planning (remat) takes")
-    assert "apt-get install gcc" in found.reason
+    compiler = report().features[-1]
+    assert not compiler.is_supported
+    assert compiler.reason.startswith("none: planning (remat) takes")
+    assert "apt-get install gcc" in compiler.reason
 
 
 @pytest.mark.parametrize(("is_direct", "text"), [(True, "O_DIRECT opens in"), (False, "O_DIRECT is refused by")])

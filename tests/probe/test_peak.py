@@ -175,7 +175,7 @@ def test_a_free_is_never_mistaken_for_that_of_an_earlier_block(kib):
     address = earlier.data_ptr()
     del earlier
     others = [block(kib) for _ in range(100)]
-    box = [one for one in others if one.data_ptr() == address]
+    box = [other for other in others if other.data_ptr() == address]
     if not box:
         pytest.skip("the allocator did not hand out the same address again")
     others.clear()

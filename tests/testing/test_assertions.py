@@ -56,8 +56,8 @@ def test_other_shapes_fail():
 def test_another_dtype_is_another_gradient(dtype):
     """Equal numbers in other bits are not equal bit for bit."""
     expected, actual = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, dtype=dtype)
-    for one in (expected, actual):
-        for parameter in one.parameters():
+    for layer in (expected, actual):
+        for parameter in layer.parameters():
             parameter.grad = torch.ones_like(parameter)
     with pytest.raises(AssertionError):
         assert_gradients_equal(expected, actual)

@@ -130,7 +130,7 @@ def test_short_transfers_keep_to_whole_blocks(tmp_path):
     tier = FaultyTier(inner, short_write=1.0, short_read=1.0)
     lengths = []
     real = inner._write_some
-    inner._write_some = lambda piece, at, view: lengths.append(len(view)) or real(piece, at, view)
+    inner._write_some = lambda piece, offset, view: lengths.append(len(view)) or real(piece, offset, view)
     extent = tier.reserve(40 * BLOCK)
     tier.write(extent.pieces[0], memoryview(mmap.mmap(-1, 40 * BLOCK)))
     assert sum(lengths) == 40 * BLOCK
