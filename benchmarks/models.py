@@ -250,8 +250,8 @@ class UNet(nn.Module):
         super().__init__()
         widths = [width * 2**level for level in range(5)]
         self.down = nn.ModuleList(nn.Sequential(*double(*pair)) for pair in pairwise([3, *widths]))
-        self.grow = nn.ModuleList(nn.ConvTranspose2d(2 * one, one, 2, stride=2) for one in widths[3::-1])
-        self.up = nn.ModuleList(nn.Sequential(*double(2 * one, one)) for one in widths[3::-1])
+        self.grow = nn.ModuleList(nn.ConvTranspose2d(2 * width, width, 2, stride=2) for width in widths[3::-1])
+        self.up = nn.ModuleList(nn.Sequential(*double(2 * width, width)) for width in widths[3::-1])
         self.head = nn.Conv2d(width, num_classes, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

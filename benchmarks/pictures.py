@@ -189,10 +189,10 @@ def size_of(page: Path, width: int) -> tuple[int, int]:
     with tempfile.TemporaryDirectory() as folder:
         frame = _framed(page, Path(folder), width, 800)
         shown = _chromium("--dump-dom", "--hide-scrollbars", f"--window-size={max(width, 600)},900", frame.as_uri())
-    found = re.search(r"<title>(\d+) (\d+)</title>", shown)
-    if found is None:
+    match = re.search(r"<title>(\d+) (\d+)</title>", shown)
+    if match is None:
         raise RuntimeError(f"Chromium did not show {page}: {shown[:300]}")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def screenshot(page: Path, png: Path, shot: Shot) -> tuple[int, int]:
@@ -238,13 +238,13 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
     options = argparse.ArgumentParser(description="Pictures for the docs.")
     options.add_argument("--out", type=Path, default=OUT)
     options.add_argument("--only", action="append", choices=list(PAGES), help="may be repeated")
-    given = options.parse_args(arguments)
-    out = given.out.resolve()
+    settings = options.parse_args(arguments)
+    out = settings.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     written = []
     with tempfile.TemporaryDirectory(dir=".") as folder, contextlib.chdir(folder):
         tempfile.tempdir = str(Path.cwd())
-        for name in given.only or PAGES:
+        for name in settings.only or PAGES:
             make, shots = PAGES[name]
             page = make(Path.cwd())
             for shot in shots:

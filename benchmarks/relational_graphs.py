@@ -64,28 +64,28 @@ def knowledge_graph(folder: str) -> Edges:
 
 def aifb() -> Edges:
     """Return AIFB with inverse edges."""
-    found = read_ntriples(data_folder() / "aifb" / "aifb_stripped.nt.gz", inverses=True)
+    graph = read_ntriples(data_folder() / "aifb" / "aifb_stripped.nt.gz", inverses=True)
     return Edges(
         name="AIFB",
-        edge_index=found.edge_index,
-        edge_type=found.edge_type,
-        num_nodes=len(found.nodes),
-        num_edge_types=len(found.relations),
+        edge_index=graph.edge_index,
+        edge_type=graph.edge_type,
+        num_nodes=len(graph.nodes),
+        num_edge_types=len(graph.relations),
     )
 
 
 def aifb_by_class() -> Edges:
     """Return AIFB with inverse edges, nodes typed by their first ``rdf:type``; nodes without one get an extra type."""
-    found = read_ntriples(data_folder() / "aifb" / "aifb_stripped.nt.gz", inverses=True)
-    relation = next(number for name, number in found.relations.items() if name.endswith("22-rdf-syntax-ns#type>"))
-    chosen = found.edge_type == relation
-    subject, kind = found.edge_index[:, chosen].flip(1)
+    graph = read_ntriples(data_folder() / "aifb" / "aifb_stripped.nt.gz", inverses=True)
+    relation = next(number for name, number in graph.relations.items() if name.endswith("22-rdf-syntax-ns#type>"))
+    chosen = graph.edge_type == relation
+    subject, kind = graph.edge_index[:, chosen].flip(1)
     kinds, number = kind.unique(return_inverse=True)
-    node_type = torch.full((len(found.nodes),), len(kinds))
+    node_type = torch.full((len(graph.nodes),), len(kinds))
     node_type[subject] = number
     return Edges(
-        name="AIFB by class", edge_index=found.edge_index, edge_type=found.edge_type, num_nodes=len(found.nodes),
-        num_edge_types=len(found.relations), node_type=node_type,
+        name="AIFB by class", edge_index=graph.edge_index, edge_type=graph.edge_type, num_nodes=len(graph.nodes),
+        num_edge_types=len(graph.relations), node_type=node_type,
     )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ class Scored(nn.Module):
         if isinstance(output, dict):
             output = tuple(output.values())
         scores = output if isinstance(output, tuple) else (output,)
-        return torch.stack([nn.functional.cross_entropy(one, labels) for one in scores if one is not None]).sum()
+        return torch.stack([nn.functional.cross_entropy(score, labels) for score in scores if score is not None]).sum()
 
 
 class Positional(nn.Module):

@@ -49,9 +49,9 @@ def texts(batch: int, length: int = LENGTH) -> Batch:
 
 def masked_texts(batch: int, length: int = LENGTH) -> Batch:
     """The same with every seventh token masked; labels say what stood there."""
-    given, is_masked = texts(batch, length), torch.arange(length) % 7 == 3
-    labels = given["labels"].masked_fill(~is_masked, -100)
-    return given | {"input_ids": given["input_ids"].masked_fill(is_masked, 3), "labels": labels}
+    settings, is_masked = texts(batch, length), torch.arange(length) % 7 == 3
+    labels = settings["labels"].masked_fill(~is_masked, -100)
+    return settings | {"input_ids": settings["input_ids"].masked_fill(is_masked, 3), "labels": labels}
 
 
 def long_texts(batch: int) -> Batch:

@@ -15,9 +15,9 @@ def tables(source: Path) -> str:
         room = file.relative_to(source).parts[0].removesuffix(".py")
         by_room.setdefault(room, set()).update(messages(file))
     parts = []
-    for room, found in sorted(by_room.items()):
-        if found:
-            rows = [f"| `{name}` | {_cell(text)} |" for name, text in sorted(found, key=lambda one: one[::-1])]
+    for room, result in sorted(by_room.items()):
+        if result:
+            rows = [f"| `{name}` | {_cell(text)} |" for name, text in sorted(result, key=lambda pair: pair[::-1])]
             parts += [f"## Messages of {room}", "\n".join(["| raises | message |", "|---|---|", *rows])]
     return "\n\n".join(parts)
 
@@ -36,10 +36,10 @@ def messages(file: Path) -> Iterator[tuple[str, str]]:
 def _text(node: ast.expr) -> str:
     """What is written, with three dots for values; empty where nothing but values is."""
     if isinstance(node, ast.JoinedStr):
-        found = "".join(str(one.value) if isinstance(one, ast.Constant) else "..." for one in node.values)
+        result = "".join(str(value.value) if isinstance(value, ast.Constant) else "..." for value in node.values)
     else:
-        found = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
-    return found if any(one.isalpha() for one in found) else ""
+        result = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+    return result if any(part.isalpha() for part in result) else ""
 
 
 def _cell(text: str) -> str:

@@ -60,8 +60,8 @@ def expanded(nav: list[Any], pages: dict[str, str]) -> list[Any]:
                 filled.append({title: inside if alone else fill(inside)})
             elif entry.endswith("/"):
                 folder = PurePosixPath(entry)
-                rest = {one for one in pages if PurePosixPath(one).parent == folder} - named
-                filled.extend(sorted(rest, key=lambda one: _title(pages[one])))
+                rest = {page for page in pages if PurePosixPath(page).parent == folder} - named
+                filled.extend(sorted(rest, key=lambda address: _title(pages[address])))
             else:
                 filled.append(entry)
         return filled
@@ -73,7 +73,7 @@ def _leaves(nav: Any) -> list[str]:
     if isinstance(nav, str):
         return [nav]
     inside = nav.values() if isinstance(nav, dict) else nav
-    return [leaf for one in inside for leaf in _leaves(one)]
+    return [leaf for page in inside for leaf in _leaves(page)]
 
 
 def _title(markdown: str) -> str:
@@ -93,7 +93,7 @@ def _generated() -> dict[str, str]:
     examples = sorted((ROOT / "examples").glob("*.py"))
     return {
         **{f"api/{name}.md": content for name, content in api_pages.pages().items()},
-        **{f"examples/{one.stem}.md": _example(one) for one in examples},
+        **{f"examples/{example.stem}.md": _example(example) for example in examples},
         "examples/index.md": _examples(examples),
         **{address: (ROOT / origin).read_text() for address, origin in _ORIGINS.items()},
     }
@@ -104,7 +104,7 @@ def _example(file: Path) -> str:
 
 
 def _examples(files: list[Path]) -> str:
-    rows = [f"| [{one.name}]({one.stem}.md) | {_first_line(one)} |" for one in files]
+    rows = [f"| [{file.name}]({file.stem}.md) | {_first_line(file)} |" for file in files]
     return "\n".join(["# Examples", "", "Each runs, and the tests run it.", "", "| | |", "|---|---|", *rows, ""])
 
 

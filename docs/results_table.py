@@ -467,10 +467,10 @@ def table() -> str:
         if file.stem[11:] not in ENTRIES:
             raise ValueError(f"{file.name} has no entry: say in {Path(__file__).name} what it shows")
     order = list(ENTRIES)
-    for file in sorted(files, key=lambda one: (order.index(one.stem[11:]), one.stem)):
+    for file in sorted(files, key=lambda path: (order.index(path.stem[11:]), path.stem)):
         entry = ENTRIES[file.stem[11:]]
         content = json.loads(file.read_text())
-        shown = "; ".join(_figure(one, content["rows"], file) for one in entry.figures)
+        shown = "; ".join(_figure(figure, content["rows"], file) for figure in entry.figures)
         link = f"[{file.stem[:10]}](../benchmarks/results/{file.name})"
         rows.append(f"| {link} | {entry.shows} | {shown} | `python -m benchmarks.{entry.command}` |")
     return "\n".join(rows)
@@ -492,11 +492,11 @@ def misuse_table() -> str:
 
 def _figure(figure: Figure, rows: list[dict[str, Any]], file: Path) -> str:
     wanted = {"metric": figure.metric, "name": figure.name, "peer": figure.peer}
-    found = [row for row in rows if all(re.fullmatch(pattern, row[key]) for key, pattern in wanted.items())]
-    values = [row[figure.of] for row in found if row[figure.of] is not None]
+    result = [row for row in rows if all(re.fullmatch(pattern, row[key]) for key, pattern in wanted.items())]
+    values = [row[figure.of] for row in result if row[figure.of] is not None]
     if not values:
         raise ValueError(f"{file.name} has no row for {figure}")
-    ends = list(dict.fromkeys(_written(one, figure.form) for one in (min(values), max(values))))
+    ends = list(dict.fromkeys(_written(number, figure.form) for number in (min(values), max(values))))
     return figure.label.format(" to ".join(ends))
 
 
