@@ -72,7 +72,7 @@ def schedule(num_each: int = NUM_EACH, sizes: Sequence[int] = SIZES) -> Schedule
 
 
 class EnoughSeen(Exception):
-    """Raised to end a training early, when it will start again with a budget that an error named."""
+    """The signal that ends a training early, when it will start again with a budget that an error named."""
 
 
 def _never() -> bool:
@@ -154,7 +154,7 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def plainly(model: Callable[..., Any], _: int, __: Path) -> Iterator[Step]:
-    """Eager PyTorch."""
+    """Yield a step of eager PyTorch."""
 
     def step(batch: Batch) -> torch.Tensor:
         loss = loss_of(model(**batch))
@@ -166,7 +166,7 @@ def plainly(model: Callable[..., Any], _: int, __: Path) -> Iterator[Step]:
 
 @contextlib.contextmanager
 def offloaded(model: nn.Module, budget_bytes: int, folder: Path) -> Iterator[Step]:
-    """`penstock.offload.activations`, to a disk."""
+    """Yield a step with `penstock.offload.activations`, to a disk."""
     offloader = offload.activations(model, disk=folder, budget=budget_bytes, min_size=0)
     with contextlib.closing(offloader), plainly(model, budget_bytes, folder) as plain:
 
@@ -179,7 +179,7 @@ def offloaded(model: nn.Module, budget_bytes: int, folder: Path) -> Iterator[Ste
 
 @contextlib.contextmanager
 def optimized(model: nn.Module, budget_bytes: int, _: Path) -> Iterator[Step]:
-    """`penstock.remat.optimize`, with the loss inside."""
+    """Yield a step of `penstock.remat.optimize`, with the loss inside."""
     steps: list[remat.OptimizedStep] = []
 
     def step(batch: Batch) -> torch.Tensor:
@@ -198,14 +198,14 @@ def optimized(model: nn.Module, budget_bytes: int, _: Path) -> Iterator[Step]:
 
 @contextlib.contextmanager
 def compiled(model: nn.Module, budget_bytes: int, folder: Path) -> Iterator[Step]:
-    """`penstock.remat.compile`."""
+    """Yield a step of `penstock.remat.compile`."""
     with plainly(remat.compile(model, budget=budget_bytes), budget_bytes, folder) as step:
         yield step
 
 
 @contextlib.contextmanager
 def compiled_by_name(model: nn.Module, budget_bytes: int, folder: Path) -> Iterator[Step]:
-    """``torch.compile(model, backend="penstock")``."""
+    """Yield a step of ``torch.compile(model, backend="penstock")``."""
     module: Any = torch.compile(model, backend="penstock", options={"budget": budget_bytes})
     with plainly(module, budget_bytes, folder) as step:
         yield step
@@ -213,7 +213,7 @@ def compiled_by_name(model: nn.Module, budget_bytes: int, folder: Path) -> Itera
 
 @contextlib.contextmanager
 def by_aot_eager(model: nn.Module, _: int, folder: Path) -> Iterator[Step]:
-    """PyTorch's own tracing without our code: a difference or failure that occurs here too is not ours."""
+    """Yield a step of PyTorch's own tracing: what differs or fails here too is not Penstock's fault."""
     module: Any = torch.compile(model, backend="aot_eager")
     with plainly(module, 0, folder) as step:
         yield step
@@ -292,7 +292,7 @@ def in_fleet(job: fleet.Job, budget_bytes: int) -> Training:
 
 
 class FleetFailure(Exception):
-    """A job of a fleet failed; the fleet keeps the text of its error alone."""
+    """The error of a failed job of a fleet, which keeps only the error's text."""
 
 
 def difference(expected: Training, actual: Training) -> float | None:

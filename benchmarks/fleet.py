@@ -1,8 +1,10 @@
-"""The schedule of many models on few devices, on a virtual clock with unit times measured on this machine.
+"""Makespans of twelve jobs on few devices, simulated from unit times measured on this machine.
 
 The setting of Hydra's paper: 12 jobs (6 learning rates x 2 batch sizes) of a GPT on 8 devices, each model cut into
 shards, with AdamW. Forward and backward of every shard are timed on one core; the links have the given bandwidths. All
 contenders use the same unit times, and ours also pays for its recomputation.
+
+Run it with ``python -m benchmarks.fleet --devices 8 --json fleet.json``.
 """
 
 import itertools

@@ -4,6 +4,8 @@ Each trial trains four small jobs on two devices, none of which holds a whole mo
 process at a random moment. Checked each time: nothing hangs, no job but the one that was hit is affected, and every
 loss equals that of the plain loop, after as many resumes as it takes. Long: outside CI. ``--quick`` runs one trial of
 each kind.
+
+Run it with ``python -m benchmarks.fleet_faults --trials 100 --disk /nvme``.
 """
 
 import os
@@ -86,7 +88,7 @@ def killed(run_dir: Path, choices: random.Random, least: int) -> tuple[fleet.Res
 
 
 def wait_for_progress(run_dir: Path, child: "subprocess.Popen[bytes]") -> None:
-    """Until the child writes something in the run's folder: before that there is nothing to lose."""
+    """Wait until the child writes something in the run's folder: before that there is nothing to lose."""
     start_s, deadline_s = time.time(), time.monotonic() + HANG_S
     while child.poll() is None:
         if any(path.stat().st_mtime >= start_s for path in run_dir.glob("jobs/*/metrics.jsonl")):
@@ -96,7 +98,7 @@ def wait_for_progress(run_dir: Path, child: "subprocess.Popen[bytes]") -> None:
 
 
 def trial(kind: str, choices: random.Random, run_dir: Path, least_kills: int) -> tuple[fleet.Results, str, int]:
-    """The results, the job that may have failed, and how many faults there were."""
+    """Run a trial; return the results, the name of the job that may have failed, and the number of faults."""
     hit, step = choices.choice(NAMES), choices.randrange(STEPS)
     if kind == "kill":
         results, num_kills = killed(run_dir, choices, least_kills)
@@ -144,7 +146,7 @@ def check(results: fleet.Results, may_fail: str, expected: dict[str, list[float]
 
 
 def within_time(call: Any, *arguments: Any) -> Any:
-    """The result of a call that must not hang."""
+    """Call a function that must not hang, and return its result."""
     box: list[Any] = []
     thread = threading.Thread(target=lambda: box.append(call(*arguments)), daemon=True)
     thread.start()

@@ -1,4 +1,4 @@
-"""The jobs that fleets are measured with: GPTs on tinyshakespeare and Hugging Face's ViT, at any size."""
+"""Jobs for the measurements of fleets: GPTs on tinyshakespeare and Hugging Face's ViT, at any size."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +24,7 @@ def text_file() -> Path:
 
 
 def make_model(settings: Any) -> nn.Module:
-    """``forward`` of two tensors of a batch gives the loss."""
+    """Make a model whose ``forward`` takes the two tensors of a batch and returns the loss."""
     heads = max(1, settings.width // 64)
     if settings.model == "gpt":
         return GPT(num_layers=settings.layers, width=settings.width, num_heads=heads, context=settings.length)
@@ -43,19 +43,19 @@ def make_model(settings: Any) -> nn.Module:
 
 
 def image_size(length: int) -> int:
-    """Pixels a side of a square image with about ``length`` patches."""
+    """Return the pixels per side of a square image with about ``length`` patches."""
     return PATCH * round(length**0.5)
 
 
 def batches(settings: Any, batch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The same every time."""
+    """Yield mini-batches, the same at every call."""
     if settings.model == "gpt":
         return texts(batch, settings.length, NUM_BATCHES)
     return images(batch, image_size(settings.length), NUM_BATCHES)
 
 
 def texts(batch: int, length: int, num_batches: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Random places of the text, or of bytes in order where it is missing, and what follows each character."""
+    """Yield random places of the text (counting bytes if the file is missing), with each next character as target."""
     generator = torch.Generator().manual_seed(0)
     text = text_file()
     raw = text.read_bytes() if text.is_file() else bytes(range(256)) * 4096
@@ -67,7 +67,7 @@ def texts(batch: int, length: int, num_batches: int) -> Iterator[tuple[torch.Ten
 
 
 def images(batch: int, size: int, num_batches: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Noise that is brighter the higher the class, and the class."""
+    """Yield noise that is brighter the higher the class, with the class as target."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(num_batches):
         classes = torch.randint(NUM_CLASSES, (batch,), generator=generator)
@@ -88,7 +88,7 @@ def make_job(settings: Any, rate: float, batch: int, steps: int) -> fleet.Job:
 
 
 def jobs_of(settings: Any, num_jobs: int, steps: int) -> list[fleet.Job]:
-    """Learning rates x batch sizes; all see about as many samples: half the batch, twice the steps."""
+    """Return jobs of all learning rates and batch sizes, with about as many samples for each."""
     result = [
         make_job(settings, rate, batch, steps * settings.batches[-1] // batch)
         for batch in settings.batches
@@ -98,7 +98,7 @@ def jobs_of(settings: Any, num_jobs: int, steps: int) -> list[fleet.Job]:
 
 
 def state_bytes(settings: Any) -> int:
-    """Parameters, gradients and AdamW's state of one model."""
+    """Return the bytes of one model's parameters, gradients and AdamW state."""
     with torch.device("meta"):
         model = make_model(settings)
     return 4 * sum(parameter.nbytes for parameter in model.parameters())

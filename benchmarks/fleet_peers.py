@@ -68,13 +68,13 @@ class Traffic:
         self._waterfall.drain()
 
     def begin(self) -> None:
-        """Both lanes have the step's bytes to move from here on."""
+        """Start moving the step's bytes on both lanes."""
         self._leaving = [self._waterfall.park(piece) for piece in self._pieces]
         for handle in self._below:
             handle.prefetch()
 
     def end(self) -> None:
-        """Waits for them."""
+        """Wait until the lanes have moved the step's bytes."""
         for handle in self._leaving:
             handle.finish_out()
             handle.release()
@@ -85,7 +85,7 @@ class Traffic:
 def train_plainly(
     job: fleet.Job, device: str, steps: int, traffic: Traffic | None = None
 ) -> tuple[list[float], float, int]:
-    """Losses, seconds and samples of the loop that everybody writes, after one step to warm up."""
+    """Train in a plain PyTorch loop; return losses, seconds and samples, counted after one step to warm up."""
     torch.manual_seed(job.seed)
     model = job.model().to(device)
     optimizer = job.optimizer(list(model.parameters()))
@@ -117,7 +117,7 @@ class Stage(nn.Module):
         self.last = nn.Sequential(*([model.norm, model.head] if rank == num_stages - 1 else []))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Tokens, or ``[batch, length, width]``, to the same or to scores."""
+        """Compute this stage: tokens or ``[batch, length, width]`` in, the same shape or scores out."""
         if len(self.first):
             token, position = self.first
             x = token(x) + position(torch.arange(x.shape[1], device=x.device))
@@ -128,7 +128,7 @@ class Stage(nn.Module):
 
 
 def pipeline_step(settings: Any, batch: int) -> Step:
-    """A step of GPipe's schedule."""
+    """Return a step of GPipe's schedule."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     if settings.model != "gpt":
@@ -151,7 +151,7 @@ def pipeline_step(settings: Any, batch: int) -> Step:
 
 
 def fsdp_step(settings: Any, batch: int) -> Step:
-    """A step of FSDP2, every block a unit."""
+    """Return a step of FSDP2, with each block as a unit."""
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
     rank, size = distributed.get_rank(), distributed.get_world_size()
@@ -177,7 +177,7 @@ def _cross_entropy(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def train_together(settings: Any, make: Callable[[Any, int], Step], batch: int, steps: int) -> tuple[float, int]:
-    """Seconds and samples of ``steps`` steps, after one to warm up."""
+    """Return the seconds and samples of ``steps`` steps, counted after one to warm up."""
     torch.manual_seed(0)
     step, start_s = make(settings, batch), 0.0
     for number, inputs in zip(range(steps + 1), batches(settings, batch), strict=False):
@@ -190,7 +190,7 @@ def train_together(settings: Any, make: Callable[[Any, int], Step], batch: int, 
 
 
 def main(arguments: list[str]) -> None:
-    """One process of a peer: half of its samples in small batches, half in large ones, as the fleet's jobs."""
+    """Run one process of a peer: half of its samples in small batches and half in large ones, as the fleet's jobs."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("kind", choices=["plain", "one", "pipeline", "fsdp"])
     options.add_argument("steps", type=int)

@@ -1,4 +1,4 @@
-"""Twelve jobs, each several times a device's budget, against other ways to train them, and with parts switched off.
+"""Throughput of a fleet of twelve jobs, each several times a device's budget, against other ways to train them.
 
 The setting of Hydra's paper, scaled to this machine: 6 learning rates x 2 batch sizes, AdamW. Devices are CPU threads
 of one core each, or CUDA devices under a cap; offloaded bytes go to a disk, or to host memory and a disk. Peers run in
@@ -7,6 +7,8 @@ on its own core (what two devices could reach if everything fitted); the same wi
 the fleet moves (on a CPU lanes take cores, caches and memory bandwidth from the computation, which a GPU's copy engines
 do not); one model at a time, on one device after the other; a pipeline; FSDP2 with CPU offload
 (benchmarks/fleet_peers.py).
+
+Run it with ``python -m benchmarks.fleet_training --disk /nvme --json fleet.json``.
 """
 
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Processes of their own that need not import PyTorch again: forked from a server that has, and that does nothing else.
+"""Child processes that need not import PyTorch again, since they are forked from a server that has done so.
 
 What the server has imported is `multiprocessing.set_forkserver_preload`'s; a benchmark says it when it is run.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Forked:
-    """``call(*arguments)`` in a process that leads a group, with this process's environment and ``more`` of it.
+    """A call ``call(*arguments)`` in a process that leads a group, with this process's environment and ``more`` of it.
 
     Each line that it or a child of its own prints goes to ``heard``, in a thread; without that, into ``said``.
     """
@@ -37,7 +37,7 @@ class Forked:
         self._listener.start()
 
     def wait(self, limit_s: float | None = None) -> int | None:
-        """Its exit status when it has ended and all was heard; None where it had to be stopped, with its children."""
+        """Return the exit status once the process has ended; ``None`` if it and its children had to be stopped."""
         self._process.join(limit_s)
         status = self._process.exitcode
         if status is None:

@@ -1,4 +1,4 @@
-"""Everything to measure on a GPU, the most important first: `make gpu`.
+"""All measurements for a GPU, the most important first: `make gpu`.
 
     python -m benchmarks.gpu                          # all phases, half an hour
     python -m benchmarks.gpu --phase 2 --minutes 5    # one phase
@@ -116,7 +116,7 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
 
 
 def has_ended(out: Path, name: str) -> bool:
-    """Whether an item has ended. One that failed or was late is run again."""
+    """Return whether an item has ended. One that failed or exceeded its time is run again."""
     return any(row["item"] == name and row.get("state") == "done" for row in rows_of(out))
 
 

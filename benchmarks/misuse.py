@@ -220,7 +220,7 @@ def run(settings: argparse.Namespace) -> list[Row]:
 
 
 def _warm_up(rooms: Iterable[str]) -> None:
-    """Import once what cases need. Nothing here starts a thread."""
+    """Import what cases need, so that none of them pays for it. Nothing here starts a thread."""
     import tqdm
     from torch._dynamo import testing  # noqa: F401
 

@@ -21,7 +21,7 @@ Arguments = dict[str, Any]
 
 
 class Wrong(Exception):
-    """Raised if numbers differ from plain PyTorch's, or a call does not do what it promises."""
+    """The error for numbers that differ from plain PyTorch's, or for a call that does not do what it promises."""
 
 
 class Told(Exception):
@@ -126,7 +126,7 @@ def _unknown_methods(use: Use, kind: type) -> Iterator[str]:
 
 
 def needs_arguments(kind: type, method: str) -> bool:
-    """Whether a method cannot be called without arguments."""
+    """Return whether a method cannot be called without arguments."""
     bound = isinstance(inspect.getattr_static(kind, method), classmethod | staticmethod)
     parameters = list(inspect.signature(getattr(kind, method)).parameters.values())[0 if bound else 1 :]
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

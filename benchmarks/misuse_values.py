@@ -39,7 +39,7 @@ QUICK = ("None", "-1", "'12 potatoes'", "an object")
 
 
 def fits(annotation: Any, value: Any) -> bool:
-    """Whether a value is of the type that an annotation names, as far as that can be told; NaN fits no number."""
+    """Return whether a value has the type that an annotation names, as far as known; NaN fits no number."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if isinstance(annotation, str):
         return True  # a type from a library imported only for type checkers

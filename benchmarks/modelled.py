@@ -33,7 +33,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One comparison."""
+    """The comparison of one modelled figure with a reported one."""
 
     headline: str
     """The paper's claim, by a short name."""

@@ -82,12 +82,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def computing_s(machine: Machine, tokens: int) -> float:
-    """Forward twice and backward: 8 operations for each parameter and token."""
+    """Return the seconds of two forwards and a backward: 8 operations per parameter and token."""
     return machine.operator_s(flops=8 * _PARAMETERS * tokens, size_bytes=0, dtype=torch.bfloat16)
 
 
 def step(machine: Machine, way: Way, tokens: int) -> tuple[float, str]:
-    """Seconds, and what takes them."""
+    """Return the seconds of a step, and the part that takes longest."""
     result = dict(_parts(machine, way, tokens))
     what = max(result, key=lambda part: result[part])
     return result[what], what

@@ -228,7 +228,7 @@ def _traffic(method: Method, statistics: offload.OffloadStatistics, step_s: floa
 def _hidden_fraction(
     methods: list[Method], peaks: dict[str, probe.PeakReport], batch: tuple[torch.Tensor, ...], disk: Path
 ) -> list[Row]:
-    """The fraction of activations that the link can hide, min(1/2, rate x forward / activations), and what was."""
+    """Compare the offloaded share of activations with what the link hides: min(1/2, rate x forward / activations)."""
     plain = methods[0]
     with torch.no_grad():
         seconds = interleaved({"forward": lambda: plain.model(*batch)}, rounds=5, device="cuda")["forward"]

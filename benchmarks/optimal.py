@@ -26,7 +26,7 @@ class Optimum:
 
 
 def fastest(problem: remat.RematProblem, budget_bytes: int, limit_s: float = 300.0) -> Optimum | None:
-    """The optimum under ``budget_bytes``, static bytes included; ``None`` if none fits or none was found in time."""
+    """Return the optimum under ``budget_bytes``, static bytes included; ``None`` if none fits or the time ran out."""
     return _Program(problem, budget_bytes - problem.static_bytes).solve(limit_s)
 
 
@@ -133,7 +133,7 @@ class _Program:
         self.is_whole.append(int(is_whole))
 
     def _variables(self) -> None:
-        """Whether operators run again in a stage, storages are held when it begins, and go after an operator of it."""
+        """Add variables: whether operators run again in a stage, and which storages it holds at its start and frees."""
         for stage in self.stages:
             for index, operator in enumerate(self.problem.operators[: self.num_forward]):
                 may_run = 0.0 if operator.must_run_once else 1.0
@@ -144,12 +144,12 @@ class _Program:
                     self._add(("freed", stage, storage, user), 0.0, 1.0, False)
 
     def _possible_users(self, storage: int, stage: int) -> list[int]:
-        """After whom it may go in a stage: its producer, forward operators that read it, and the stage's own."""
+        """Return the operators after which a storage may be freed in a stage: its producer and those that read it."""
         users = [user for user in self.users[storage] if user < self.num_forward or user == stage]
         return [self.problem.storages[storage].producer, *users]
 
     def _is_run(self, stage: int, operator: int) -> tuple[dict[int, float], float]:
-        """Columns and a constant whose sum is 1 if ``operator`` runs in ``stage``."""
+        """Return columns and a constant whose sum is 1 if ``operator`` runs in ``stage``."""
         if operator == stage:
             return {}, 1.0
         return {self.columns["run", stage, operator, 0]: 1.0}, 0.0
@@ -174,7 +174,7 @@ class _Program:
                     self._at_most({**run, held: -1.0, column: -1.0}, -constant)
 
     def _forward_memory(self) -> None:
-        """While forward runs: what is held for backward, and what forward itself still reads."""
+        """Bound the memory of forward: storages held for backward, and storages that forward still reads."""
         first = self.num_forward
         for index, operator in enumerate(self.problem.operators[:first]):
             row, used = {}, operator.workspace_bytes / self.unit
@@ -188,7 +188,7 @@ class _Program:
             self._at_most(row, self.budget - used)
 
     def _backward_memory(self, stage: int) -> None:
-        """While a stage runs: what it begins with, plus what it makes, less what it has freed."""
+        """Bound the memory of each stage: what it begins with, plus what it makes, less what it has freed."""
         problem, unit = self.problem, self.unit
         now: dict[int, float] = {
             self.columns["held", stage, storage, 0]: self._size(storage) for storage in self.storages
@@ -212,7 +212,7 @@ class _Program:
                     now[self._free(stage, storage, operator)] = -self._size(storage)
 
     def _free(self, stage: int, storage: int, operator: int) -> int:
-        """The column that says that a storage goes after an operator of a stage: nobody reads it any more."""
+        """Return the column that says that a storage is freed after an operator of a stage, its last reader."""
         freed = self.columns["freed", stage, storage, operator]
         run, constant = self._is_run(stage, operator)
         self._at_most({freed: 1.0, **dict.fromkeys(run, -1.0)}, constant)
@@ -225,7 +225,7 @@ class _Program:
         return freed
 
     def _backward_storages(self, stage: int) -> list[int]:
-        """Storages of earlier stages that this or a later one reads, or that are handed out."""
+        """Return storages of earlier stages that this or a later stage reads, or that are outputs."""
         results = []
         for storage, entry in enumerate(self.problem.storages):
             is_older = self.num_forward <= entry.producer < stage

@@ -1,8 +1,12 @@
-"""What the planner makes of a GPT of 8 x 256 at several budgets, by method and without refinement; of small steps,
-beside the optimum that a solver finds; and of a large graph.
+"""Extra time that plans cost at several budgets, and the planner's own time.
+
+Planned are a GPT of 8 x 256, by method and without refinement; small steps, next to the optimum that a solver finds;
+and a large graph.
 
 Planned figures only: operator times are a roofline of 60 GFLOP/s and 5 GB/s, the same on every machine,
 and the lanes carry 100 MB/s. Times of the planner itself are the clock's.
+
+Run it with ``python -m benchmarks.planner --json planner.json``.
 """
 
 import random
@@ -29,7 +33,7 @@ BUDGETS_MIB = (240.0, 160.0, 100.0, 64.4, 58.0, 51.5)
 
 
 def captured(num_layers: int) -> remat.RematProblem:
-    """The step of a GPT with roofline times, static bytes left out."""
+    """Return the captured step of a GPT with roofline times and no static bytes."""
     torch.manual_seed(0)
     model = GPT(num_layers=num_layers, width=WIDTH, num_heads=4, context=LENGTH)
     tokens = torch.randint(256, (BATCH, LENGTH))
@@ -48,7 +52,7 @@ def captured(num_layers: int) -> remat.RematProblem:
 
 
 def _roofline_s(operator: remat.Operator, sizes: list[int]) -> float:
-    """Matrix products have a token dimension on one side at least; sums of sizes tell the rest."""
+    """Return an operator's seconds from its sizes: a matrix product has a token dimension on at least one side."""
     written = sum(sizes[output] for output in operator.outputs)
     read = sum(sizes[storage] for storage in operator.inputs)
     flops = 0.0
@@ -63,7 +67,7 @@ def _roofline_s(operator: remat.Operator, sizes: list[int]) -> float:
 
 
 def network(seed: int, num_forward: int) -> remat.RematProblem:
-    """A step of a random network: a chain with skips that join it again, cheap and dear operators, backward of each."""
+    """Return a step of a random network: a chain with skips that join it again, of cheap and expensive operators."""
     choose = random.Random(seed)
     inputs: list[tuple[int, ...]] = []
     for index in range(num_forward):
@@ -162,7 +166,7 @@ def _curve(problem: remat.RematProblem, rows: list[Row]) -> None:
 
 
 def _beside_optimum(num_networks: dict[int, int], limit_s: float, rows: list[Row]) -> None:
-    """Recomputation alone: time of the step over the least that the solver finds, for networks by forward operators."""
+    """Compare recompute-only plans with the solver's optimum, for random networks by number of forward operators."""
     lines, all_steps, all_extras, num_unproven = [], [], [], 0
     for num_forward, num_each in num_networks.items():
         over_step, over_extra, gaps = [], [], []

@@ -1,8 +1,10 @@
-"""Relational layers against PyG and hand-written PyTorch: time of inference and of a training step, and peak memory.
+"""Time and peak memory of relational layers, in inference and training, against PyG and hand-written PyTorch.
 
 One layer on a whole graph, one head, tables of features as inputs that want gradients. Every peer runs in a process of
 its own, after its bytes were predicted; what needs more than the limit, or more than the time, is reported so.
 Our layer and the hand-written ones take turns in one process. The best of PyG's variants counts.
+
+Run it with ``python -m benchmarks.relational --json relational.json``.
 """
 
 import argparse
@@ -92,7 +94,7 @@ def measure(
 
 
 def machine_rates(device: str) -> tuple[float, float]:
-    """Floating-point operations a second of a product, bytes a second of a copy: the best of five."""
+    """Measure floating-point operations per second of a product, and bytes per second of a copy; best of five."""
     size = 1024 if device == "cpu" else 8192
     a, big = torch.randn(size, size, device=device), torch.zeros(2**25 if device == "cpu" else 2**28, device=device)
     other = torch.empty_like(big)
@@ -209,7 +211,7 @@ def ablation(layer: str, graph: str, width: int, rounds: int, rows: list[Row], d
 
 
 def first_calls(graph: str, rows: list[Row], device: str) -> None:
-    """Seconds from index tensors to gradients in a new process: with no compiled layer on disk, and with."""
+    """Measure the time from index tensors to gradients in a new process, with and without compiled layers on disk."""
     lines = []
     for layer in ("RGCN", "RGAT"):
         with tempfile.TemporaryDirectory() as cache:
@@ -238,7 +240,7 @@ def first_call_s(layer: str, graph: str, width: int, device: str) -> float:
 
 
 def blocks(rows: list[Row], rounds: int) -> None:
-    """Sampled blocks of 4,096 targets with 10 edges each: building their indexes against a training step on them."""
+    """Measure building indexes of sampled blocks (4,096 targets, 10 edges each) against a training step on them."""
     whole, lines = GRAPHS["hub"](), []
     generator = torch.Generator().manual_seed(0)
     for layer in ("RGCN", "RGAT"):
@@ -274,7 +276,7 @@ def blocks(rows: list[Row], rounds: int) -> None:
 
 
 def summary(rows: list[Row]) -> None:
-    """Geometric means over the real graphs at width 64: the best of PyG's variants, the same compiled, DGL, by hand."""
+    """Print geometric means over the real graphs at width 64: PyG's best variant, the same compiled, DGL, by hand."""
     groups: dict[tuple[str, str], list[str]] = {}
     for layer, variants in PEERS.items():
         groups[layer, "PyG"] = [variant for variant in variants if variant.endswith("Conv")]

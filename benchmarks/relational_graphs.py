@@ -32,7 +32,7 @@ class Edges:
 
     @property
     def distinct(self) -> float:
-        """Return the number of distinct pairs of source and type over the number of edges."""
+        """Number of distinct pairs of source and type over the number of edges."""
         return len(torch.unique(self.edge_type * self.num_nodes + self.edge_index[0])) / self.edge_index.shape[1]
 
     def to(self, device: str) -> "Edges":
@@ -90,7 +90,7 @@ def aifb_by_class() -> Edges:
 
 
 def slice_of_mag(share: float) -> Edges:
-    """Four node types and four relations with their inverses, in the numbers of ogbn-mag times ``share``."""
+    """Return four node types and four relations with their inverses, in the numbers of ogbn-mag times ``share``."""
     generator = torch.Generator().manual_seed(0)
     nodes = {"paper": 736_389, "author": 1_134_649, "institution": 8_740, "field": 59_965}
     sizes = [int(count * share) for count in nodes.values()]
@@ -115,7 +115,7 @@ def slice_of_mag(share: float) -> Edges:
 
 
 def synthetic(name: str, num_nodes: int, num_edges: int, num_types: int, distinct: float, hub: float = 0.0) -> Edges:
-    """Random edges, of which ``distinct`` have a (source, type) pair of their own; ``hub`` of them enter node 0."""
+    """Return random edges with ``distinct`` pairs of source and type; ``hub`` of the edges enter node 0."""
     generator = torch.Generator().manual_seed(0)
     num_pairs = max(1, int(distinct * num_edges))
     pairs = torch.randint(num_nodes * num_types, (num_pairs,), generator=generator)

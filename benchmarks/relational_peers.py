@@ -29,7 +29,7 @@ ABLATIONS = {
 
 
 def is_installed(variant: str) -> bool:
-    """Whether a peer can be run here."""
+    """Return whether a peer can be run here."""
     return importlib.util.find_spec("dgl" if variant == "dgl" else "torch_geometric") is not None
 
 
@@ -104,7 +104,7 @@ def _made(kind: str, layer: str, edges: Edges, width: int) -> tuple[Call, torch.
 
 
 def by_dgl(edges: Edges, width: int, x: torch.Tensor) -> Call:
-    """DGL's RGCN."""
+    """Make DGL's RGCN."""
     import dgl
 
     graph = dgl.graph(tuple(edges.edge_index), num_nodes=edges.num_nodes)
@@ -121,7 +121,7 @@ def with_other_passes(options: dict[str, object]) -> None:
 
 
 def segments_and_index_add(edges: Edges, width: int, x: torch.Tensor) -> Call:
-    """RGCN by hand: edges sorted by type, a product a segment, `index_add` into targets."""
+    """Make RGCN by hand: edges sorted by type, a product per segment, `index_add` into targets."""
     weight = torch.randn(edges.num_edge_types, width, width, requires_grad=True)
     order = edges.edge_type.argsort(stable=True)
     source, target = edges.edge_index[:, order]
@@ -136,7 +136,7 @@ def segments_and_index_add(edges: Edges, width: int, x: torch.Tensor) -> Call:
 
 
 def sum_first_by_sparse_mm(edges: Edges, width: int, x: torch.Tensor) -> Call:
-    """RGCN by hand: rows summed per (target, type) by a sparse matrix, a product a segment, a sparse sum per target."""
+    """Make RGCN by hand: sparse sums per (target, type), a product per segment, a sparse sum per target."""
     weight = torch.randn(edges.num_edge_types, width, width, requires_grad=True)
     keys, pair = torch.unique(edges.edge_type * edges.num_nodes + edges.edge_index[1], return_inverse=True)
     counts = (keys // edges.num_nodes).bincount(minlength=edges.num_edge_types).tolist()
@@ -158,7 +158,7 @@ def sum_first_by_sparse_mm(edges: Edges, width: int, x: torch.Tensor) -> Call:
 
 
 def compacted_attention(edges: Edges, width: int, x: torch.Tensor) -> Call:
-    """RGAT by hand: products once per pair of an end and a type, softmax and sums by `scatter` and `index_add`."""
+    """Make RGAT by hand: products once per pair of end and type, softmax and sums by `scatter` and `index_add`."""
     weight = torch.randn(edges.num_edge_types, width, width, requires_grad=True)
     query, key = (torch.randn(width, 1, requires_grad=True) for _ in range(2))
     count, nodes = edges.num_edge_types, edges.num_nodes

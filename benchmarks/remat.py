@@ -1,8 +1,10 @@
-"""Plans for byte budgets against eager training, a checkpoint per block and PyTorch's own activation_memory_budget.
+"""Peaks and step times of plans, against eager training, checkpoints and PyTorch's activation_memory_budget.
 
 For each model: peaks measured and predicted at budgets that leave 90% to 20% of eager's activation peak, gradients
 compared bit for bit, the time of steps at the peak of a checkpoint per block, the smallest budget of each method, and
 the maximum batch at eager's peak. Losses and gradients come from the node-by-node runner.
+
+Run it with ``python -m benchmarks.remat --disk /nvme --json remat.json``.
 """
 
 import copy
@@ -45,7 +47,7 @@ class Trainer:
     step: Callable[..., torch.Tensor]
 
     def __call__(self) -> torch.Tensor:
-        """Forward and backward with gradients zeroed in place and the generator set, for equal random numbers."""
+        """Run forward and backward with gradients zeroed in place and the generator set, for equal random numbers."""
         torch.manual_seed(1)
         for parameter in self.module.parameters():
             assert parameter.grad is not None
@@ -115,7 +117,7 @@ class Bench:
         return trained, steps[0]
 
     def budgets(self, method: str) -> list[tuple[float, int, int, bool]]:
-        """Share, predicted and measured peak, and whether gradients are equal, for each budget that is accepted."""
+        """Measure each accepted budget: the share, the predicted and measured peak, and whether gradients are equal."""
         outcomes = []
         for share in SHARES if not self.quick else SHARES[4:5]:
             budget = self.problem.static_bytes + int(share * self.eager_peak.activation_bytes)
@@ -185,7 +187,7 @@ class Bench:
             self.note("the same, 95% high", high, "", method=method)
 
     def pytorch(self) -> None:
-        """PyTorch's own knob, with boxed runners as ours; planned extra time, and that of our plans at its peak."""
+        """Compare extra times with PyTorch's own knob, with boxed runners: at its peak, planned by it and by us."""
         for solver, ratio in [("dp", ratio) for ratio in RATIOS] + [(solver, 0.25) for solver in SOLVERS]:
             method = f"activation_memory_budget ({solver})"
             runs_again: list[str] = []
@@ -213,14 +215,14 @@ class Bench:
             return trainer(self.workload, self.device, compiled, self.batch).peak().activation_bytes
 
     def _extra(self, names: list[str]) -> float:
-        """Share of the step that forward's operators of these names take."""
+        """Return the share of the step that forward's operators of these names take."""
         seconds = {
             operator.name: operator.duration_s for operator in self.problem.operators[: self.problem.num_forward]
         }
         return sum(seconds.get(name, 0.0) for name in names) / self.problem.step_s
 
     def max_batch(self) -> None:
-        """The largest batch whose plan fits eager's peak, from the plan of each batch, over eager's batch."""
+        """Find the largest batch whose plan fits eager's peak, from the plan of each batch, over eager's batch."""
         budget = self.problem.static_bytes + self.eager_peak.activation_bytes
         for method in METHODS:
             largest = step = self.batch
@@ -232,7 +234,7 @@ class Bench:
             self.note("largest batch at eager's peak", largest, "", method=method, ratio=largest / self.batch)
 
     def _of_batch(self, batch: int) -> remat.RematProblem:
-        """The step on a batch of that size, captured and measured once."""
+        """Return the step on a batch of that size, captured and measured once."""
         if batch not in self.problems:
             module, tensors = make(self.workload.name, batch)
             tensors = tuple(tensor.to(self.device) for tensor in tensors)
@@ -244,7 +246,7 @@ class Bench:
         return remat.pareto(problem, [budget_bytes], method=method, refine=False)[0] is not None
 
     def adapt(self) -> None:
-        """Planned extra time where something changes: the link's speed, the batch, the optimizer's state."""
+        """Measure the planned extra time when something changes: the link's speed, the batch, the optimizer's state."""
         half = self.problem.static_bytes + self.eager_peak.activation_bytes // 2
         for rate in LINKS:
             problem = self.problem.scaled(out=rate, back=rate)

@@ -1,8 +1,10 @@
-"""Later shapes: a plan from the profile of another batch, compared with one that was measured for its own batch.
+"""Plans for a batch from the profile of another batch, against plans from a profile of their own.
 
 For each model the step is planned at its batch, and then at three quarters of it, from the first profile. The predicted
 peak is compared with the measured one of the planned step, the predicted time of operators with a profile of that
 batch, measured alone; and the seconds are those from the call to the plan: tracing, measuring what must be, planning.
+
+Run it with ``python -m benchmarks.shapes --json shapes.json``.
 """
 
 import argparse
@@ -22,7 +24,7 @@ _SHARE = 0.7
 
 
 def t5() -> nn.Module:
-    """Hugging Face's, from texts to texts."""
+    """Make Hugging Face's T5, from texts to texts."""
     import transformers
 
     config = transformers.T5Config(
@@ -45,7 +47,7 @@ _MODELS = models.WORKLOADS | {
 
 
 def made(name: str, batch: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """The module and a batch."""
+    """Return the module and a batch."""
     torch.manual_seed(0)
     module = _MODELS[name].make()
     return module, _MODELS[name].make_batch(batch)

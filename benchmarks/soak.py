@@ -179,7 +179,7 @@ def _remove(folder: Path) -> None:
 
 
 def _warm_up() -> None:
-    """Import once what cases need. Nothing here starts a thread."""
+    """Import what cases need, so that none of them pays for it. Nothing here starts a thread."""
     import tqdm
     import transformers  # noqa: F401
     from torch._dynamo import testing  # noqa: F401

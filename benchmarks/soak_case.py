@@ -47,27 +47,27 @@ class Case:
         self.choices = random.Random(self.seed)
 
     def draw(self, name: str, options: Sequence[Any]) -> Any:
-        """One of the options, noted under ``name``."""
+        """Draw one of the options, and note it under ``name``."""
         self.drawn[name] = chosen = self.choices.choice(options)
         return chosen
 
     def disk(self, name: str = "disk") -> Path:
-        """A folder for spilled bytes, empty when the case is over."""
+        """Return a folder for spilled bytes, which must be empty when the case is over."""
         path = self.folder / name
         path.mkdir(exist_ok=True)
         return path
 
     def budget(self, **places: Any) -> Budget:
-        """An account that has to be at zero when the case is over."""
+        """Return an account, which must be at zero when the case is over."""
         self.budgets.append(Budget(**places))
         return self.budgets[-1]
 
     def found(self, kind: str, text: str) -> None:
-        """Something is wrong."""
+        """Note that something is wrong."""
         self.findings.append({"kind": kind, "text": text[-4000:]})
 
     def injected(self, kind: str, count: int = 1) -> None:
-        """So many faults were injected."""
+        """Note how many faults were injected."""
         if count:
             self.figures[f"faults: {kind}"] += count
 
@@ -166,7 +166,7 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    """Every file that Python opens to write, and every folder that it makes, lies in a folder that was given."""
+    """Record an event of Python: every file opened to write, and every new folder, must lie in an allowed folder."""
     if not _watching:
         return
     if event == "open":

@@ -81,7 +81,7 @@ def expected_losses(jobs: list[fleet.Job]) -> dict[str, list[float]]:
 
 
 def fleets(case: Case) -> None:
-    """Jobs on CPU devices, under a budget, with whatever happens to them."""
+    """Train jobs on CPU devices within a budget, under random faults and commands."""
     jobs, data = draw_jobs(case)
     expected = expected_losses(jobs)
     harm = case.draw(
@@ -149,14 +149,14 @@ def _schedulers() -> tuple[str, ...]:
 
 
 class Steering:
-    """Pauses, resumes, stops and clones jobs while they run."""
+    """The user's commands: it pauses, resumes, stops and clones jobs while they run."""
 
     def __init__(self, case: Case, running: fleet.Fleet, jobs: list[fleet.Job]):
         self.case, self.fleet, self.jobs = case, running, list(jobs)
         self.paused, self.num_left, self.clones = set[str](), 6, list[fleet.Job]()
 
     def __call__(self) -> bool:
-        """Whether more may come."""
+        """Return whether more may come."""
         if self.num_left <= 0:
             for name in sorted(self.paused):
                 self._try("resume", name)
@@ -253,7 +253,7 @@ def _killed(case: Case, run: Any, how: str) -> int:
 
 
 def _with_small_files(case: Case, run: Any, size: int, run_dir: Path) -> fleet.Results | None:
-    """A file system on which files cannot grow, for the first run; then the run goes on with room."""
+    """Run on a file system on which files cannot grow, then continue the run with room."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
     try:
         results = run()
@@ -271,7 +271,7 @@ def _with_small_files(case: Case, run: Any, size: int, run_dir: Path) -> fleet.R
 
 
 def _without_folder(case: Case, run: Any, run_dir: Path) -> fleet.Results | None:
-    """The run's folder goes while jobs train."""
+    """Remove the run's folder while jobs train."""
     import threading
 
     def remove() -> None:

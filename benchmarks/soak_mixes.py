@@ -25,7 +25,7 @@ QUIET = {"min_size": 0, "min_saving": 0.0, "max_stall": 1.0, "verify": True, "ma
 
 
 def offloaded_relational_features(case: Case) -> None:
-    """Offloading around relational layers over rows that a loader reads from the disk; one account."""
+    """Offload around relational layers over rows that a loader reads from the disk, on one account."""
     budget, num_rows = case.budget(host="64MiB", disk={case.disk(): None}), 600
     generator = torch.Generator().manual_seed(case.choices.randrange(2**30))
     table = torch.randn(num_rows, 16, generator=generator)
@@ -167,7 +167,7 @@ class Rows:
 
 
 def fleet_and_features(case: Case) -> None:
-    """Jobs whose data reads tiered rows; the fleet and the rows share one account."""
+    """Train jobs whose data reads tiered rows; the fleet and the rows share one account."""
     budget: Budget = case.budget(device="32MB", host="192MiB", disk={case.disk(): None})
     generator = torch.Generator().manual_seed(case.choices.randrange(2**30))
     table = torch.randn(2000, 24, generator=generator)

@@ -115,7 +115,7 @@ class Relational(nn.Module):
 
 
 def hugging_face(which: str, dropout: float) -> nn.Module:
-    """A small model from a configuration."""
+    """Make a small model from a configuration."""
     import transformers
 
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
@@ -133,7 +133,7 @@ def hugging_face(which: str, dropout: float) -> nn.Module:
 
 
 def draw(case: Case, kinds: Sequence[str] = KINDS, *, checkpoints: bool = False, num_batches: int = 4) -> Workload:
-    """A model and its batches."""
+    """Draw a model and its batches."""
     kind = case.draw("model", kinds)
     width, dropout = case.draw("width", (16, 32, 64)), case.draw("dropout", (0.0, 0.0, 0.1))
     size, seed = case.draw("batch", (3, 8, 32)), case.choices.randrange(2**30)
@@ -236,7 +236,7 @@ def train(
     before_step: Callable[[int], None] = lambda _: None,
     seeds: bool = True,
 ) -> Trained:
-    """The loop that everybody writes. A step that raises one of ``allowed`` is done again, from where it began.
+    """Train in a plain loop. A step that raises one of ``allowed`` is repeated from where it began.
 
     ``seeds=False`` where the process's generator is somebody else's.
     """
@@ -281,7 +281,7 @@ def train(
 
 
 def compare(case: Case, ours: Trained, expected: Trained) -> None:
-    """Losses, gradients of every step, and the state at the end."""
+    """Compare losses, gradients of every step, and the state at the end."""
     _ = (
         case.equal("losses", ours.losses, expected.losses)
         and case.equal("gradients", ours.gradients, expected.gradients)

@@ -37,7 +37,7 @@ TIMES = 2
 
 
 class Faults:
-    """Makes the tiers of a case fail, until they are told to stop."""
+    """The faults of a case's tiers, until they are told to stop."""
 
     def __init__(self, case: Case, kinds: tuple[str, ...] = TIER_FAULTS):
         self.case, self.made = case, list[FaultyTier]()
@@ -61,7 +61,7 @@ class Faults:
 
     @contextlib.contextmanager
     def injected(self) -> Iterator[None]:
-        """Tiers that are made inside fail."""
+        """Make tiers that are created inside the block fail."""
         with mock.patch("penstock.tiers._build.DiskTier", self.tier):
             yield
         for tier in self.made:
@@ -115,7 +115,7 @@ class Harm:
             self.kind = "none"
 
     def failed(self, error: BaseException) -> None:
-        """A step raised what it may."""
+        """Note that a step raised an allowed error."""
         self.num_failures += 1
         self.is_armed = False
         self.case.figures[f"raised: {type(error).__name__}"] += 1
@@ -134,7 +134,7 @@ class Harm:
 
 
 def offloaded(case: Case, kinds: tuple[str, ...] = KINDS, *, checkpoints: bool = False) -> None:
-    """Hooks around an eager model; the budget from tight to none."""
+    """Train an eager model with hooks, within a budget between tight and none."""
     workload, loop = draw(case, kinds, checkpoints=checkpoints), Loop.drawn(case)
     expected = train(case, workload, loop, workload.build())
     faults, model = Faults(case), workload.build()
@@ -208,7 +208,7 @@ def offloaded(case: Case, kinds: tuple[str, ...] = KINDS, *, checkpoints: bool =
 
 
 def _device_budget(workload: Workload, loop: Loop, share: float) -> int:
-    """Between what is there before a step and the plain peak."""
+    """Draw a budget between what is there before a step and the plain peak."""
     model = workload.build()
 
     def step() -> None:
@@ -222,7 +222,7 @@ def _device_budget(workload: Workload, loop: Loop, share: float) -> int:
 
 
 def _kept_budget(case: Case, make: Callable[[int | None], Any], size: int | None) -> Any:
-    """What ``make`` makes, with the number that the refusal names where ``size`` is refused."""
+    """Return the result of ``make``; if ``size`` is refused, that of ``make`` with the size that the refusal names."""
     try:
         return make(size)
     except BudgetError as error:
@@ -236,7 +236,7 @@ def _kept_budget(case: Case, make: Callable[[int | None], Any], size: int | None
 
 
 def _named(case: Case, error: BaseException) -> int | None:
-    """The number of bytes that a refusal names."""
+    """Return the number of bytes that a refusal names."""
     named = r"at least (\d+) bytes|took (\d+) bytes|`(?:host_)?budget` must be at least (\d+)"
     match = re.search(named, str(error))
     if match is None:
@@ -246,7 +246,7 @@ def _named(case: Case, error: BaseException) -> int | None:
 
 
 def planned(case: Case, kinds: tuple[str, ...] = KINDS) -> None:
-    """A step under a budget: `optimize`, `compile`, or the backend of `torch.compile`."""
+    """Train a step within a budget: `optimize`, `compile`, or the backend of `torch.compile`."""
     workload, loop = draw(case, kinds), Loop.drawn(case)
     if case.drawn["model"] == "lstm":  # whose weights are used in every time step: see the limits of remat's page
         workload, case.drawn["autocast"] = replace(workload, dtype=None), None
@@ -313,7 +313,7 @@ def planned(case: Case, kinds: tuple[str, ...] = KINDS) -> None:
 
 
 def _planned_again(harm: Harm, disk: Path | None, error: BaseException) -> None:
-    """A step may fail where the disk does, and planning it once more where the disk's folder has gone."""
+    """Run a step, which may fail if the disk does; plan it once more if the disk's folder has gone."""
     if not isinstance(error, TierReadError):
         if disk is None or disk.exists() or "does not exist" not in str(error):
             raise error
@@ -324,7 +324,7 @@ def _planned_again(harm: Harm, disk: Path | None, error: BaseException) -> None:
 def _peak(
     case: Case, step: Any, model: nn.Module, loop: Loop, batch: Any, problem: Any, size: int, faults: Faults
 ) -> None:
-    """The step's true peak stays under the budget. Faults stop first: what cannot leave stays."""
+    """Check that the step's true peak stays within the budget. Faults stop first, since what cannot leave stays."""
     if sum(sum(tier.injected.values()) for tier in faults.made) or case.drawn["verify"] or faults.wait:
         return
     if case.drawn.get("harm", "none") != "none":
@@ -348,7 +348,7 @@ def _peak(
 
 
 def features(case: Case) -> None:
-    """Rows on three tiers, through a loader, in a training."""
+    """Train from rows on three tiers, through a loader."""
     with contextlib.ExitStack() as stack:
         _features(case, stack)
 
@@ -450,7 +450,7 @@ def _harm_features(case: Case, kind: str, features: Any, source: Any, disk: Path
 
 
 def relational(case: Case) -> None:
-    """Relational layers against the same layers by gathering, within rounding; and from a saved graph, to the bit."""
+    """Compare relational layers with gathering ones, within rounding, and with those of a saved graph, bit for bit."""
     workload, loop = draw(case, ("rgcn", "rgat")), Loop.drawn(case)
     expected = train(case, workload, loop, workload.build())
     model = workload.build()
@@ -480,7 +480,7 @@ def relational(case: Case) -> None:
 
 
 def workers(case: Case) -> None:
-    """Data-loader workers fork while storages are parked."""
+    """Fork data-loader workers while storages are parked."""
     workload, loop = draw(case, ("mlp",)), Loop.drawn(case)
     expected = train(case, workload, loop, workload.build())
     model = workload.build()
@@ -505,7 +505,7 @@ def workers(case: Case) -> None:
 
 
 def quiet() -> None:
-    """Warnings that faults bring are expected; SIGXFSZ becomes an error of the write."""
+    """Ignore warnings that faults bring; turn SIGXFSZ into an error of the write."""
     warnings.simplefilter("ignore", PenstockWarning)
     warnings.filterwarnings("ignore", module="torch")
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

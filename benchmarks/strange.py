@@ -1,8 +1,10 @@
-"""Models from elsewhere that are no single graph, through both doors: eager PyTorch's bits, and the budget.
+"""Results and peaks of models with graph breaks, through both doors of `penstock.remat`.
 
 Each model is small and made from a configuration (`benchmarks.zoo`), or written here (RNNs). It trains six
 steps plainly and six through a door, within a share of what the plain step takes, or within 1.25 of it where that is
 refused; then three steps are measured. Equal means: losses and gradients of the measured steps, to the bit.
+
+Run it with ``python -m benchmarks.strange --disk /nvme``.
 """
 
 import argparse
@@ -50,7 +52,7 @@ def tagged(model: nn.Module) -> Made:
 
 
 def from_zoo(name: str) -> Callable[[], Made]:
-    """The same architecture and the same sizes as in the coverage."""
+    """Return the architecture in the sizes of the coverage."""
 
     def make() -> Made:
         architecture = zoo.all_architectures()[name]
@@ -126,7 +128,7 @@ def through(
 
 
 def trained(name: str, door: tuple[str, int] | None, settings: argparse.Namespace) -> dict[str, Any]:
-    """Six steps, and three that are measured: their bits, and their highest peak with what stands."""
+    """Train six steps and measure three more; return their bits, and their highest peak with what stands."""
     torch.manual_seed(0)
     model, batch = MODELS[name]()
     model.train()

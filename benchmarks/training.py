@@ -1,4 +1,4 @@
-"""A model whose parameters, gradients and Adam's state are a multiple of main memory, in the user's own loop.
+"""Step times of a model whose parameters, gradients and Adam's state are a multiple of main memory.
 
 Each way to train has its own process. Those of Penstock have a hard cap, ``RLIMIT_DATA``, on their memory in addition
 to the interpreter and its libraries: the state of the model is 2, 4 and 8 times the cap. Plain training has no cap; it
@@ -6,6 +6,8 @@ is shown to die under the largest. All take the same steps in alternation, and m
 of one job has the same budget and its own runs, since it owns its loop. If DeepSpeed is installed, its ZeRO stage 3
 with parameters and optimizer state on NVMe trains in alternation with the others, on its CPU accelerator and without a
 cap.
+
+Run it with ``python -m benchmarks.training --disk /nvme --json training.json``.
 """
 
 import argparse

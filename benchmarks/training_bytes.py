@@ -1,9 +1,11 @@
-"""Bytes that a training and a fleet of one copy per parameter and step, counted on the simulated device.
+"""Bytes that `offload.training` and a fleet of one job copy per parameter and step, on the simulated device.
 
 A GPT of 4.9 million parameters takes AdamW steps of 32 tokens within budgets that hold a smaller or larger share of its
 parameters, gradients and Adam's state: plainly, with clipping, with updates in backward or on the host, and under
 autocast in bfloat16, with and without four micro-batches. Host memory is below. A fleet's bytes are the difference
 between two runs of different lengths, with their activations.
+
+Run it with ``python -m benchmarks.training_bytes --json bytes.json``.
 """
 
 import gc
@@ -77,18 +79,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_model() -> GPT:
-    """The model that all ways train."""
+    """Make the model that all ways train."""
     torch.manual_seed(0)
     return GPT(num_layers=6, width=256, num_heads=4, context=32)
 
 
 def make_tokens() -> torch.Tensor:
-    """One sequence."""
+    """Make one sequence."""
     return torch.randint(256, (1, 33), generator=torch.Generator().manual_seed(0))
 
 
 def counted_in_fleet(budget_bytes: int, options: dict[str, Any]) -> tuple[float, float, float]:
-    """Bytes in and out per parameter and step of a fleet of one, and the budget as a share of the state."""
+    """Return bytes in and out per parameter and step of a fleet of one job, and the budget as a share of its state."""
     tokens = make_tokens()
     collected = []
     for num_steps in (_NUM_STEPS, 2 * _NUM_STEPS):
@@ -113,7 +115,7 @@ def counted_in_fleet(budget_bytes: int, options: dict[str, Any]) -> tuple[float,
 
 
 def counted(budget_bytes: int, way: str) -> tuple[offload.TrainingStatistics, float]:
-    """The last step's, and the budget as a share of parameters, gradients and Adam's state."""
+    """Return the last step's statistics, and the budget as a share of parameters, gradients and Adam's state."""
     gc.collect()
     model = make_model().to("sim")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

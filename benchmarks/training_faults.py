@@ -1,8 +1,10 @@
-"""Faults of the disk while a model larger than its budget trains: no wrong number, and nothing half updated.
+"""Disk faults while a model larger than its budget trains, which must not change any number.
 
 Each trial draws a model, an optimizer, a budget, a way to step and a rate of faults, and trains plainly first. Writes
 that fail (full disk, I/O error, cut short) have to change nothing: losses, parameters and states equal plain PyTorch's,
 to the bit. Reads that fail have to raise `TierReadError`, and losses before are those of plain training.
+
+Run it with ``python -m benchmarks.training_faults --disk /nvme``.
 """
 
 import argparse
@@ -60,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def trial(settings: argparse.Namespace, seed: int) -> Counter[str]:
-    """One model, twice."""
+    """Train one model twice, plainly and under faults; return the counts of what happened."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     model = GPT(num_layers=draw.randint(1, 4), width=draw.choice([64, 128]), num_heads=2, context=32)
@@ -126,7 +128,7 @@ def trial(settings: argparse.Namespace, seed: int) -> Counter[str]:
 
 @contextlib.contextmanager
 def faults(draw: random.Random, rate: float, counts: Counter[str], *, fails_reads: bool) -> Iterator[None]:
-    """Inside, writes fail at that rate, or reads at a hundredth of it."""
+    """Make writes fail at that rate inside the block, and reads at a hundredth of it."""
     write, read = SpillFile.write, SpillFile.read
 
     def failing_write(self: SpillFile, view: memoryview, offset: int) -> int:

@@ -3,6 +3,8 @@
 On a GPU the host is ahead of the device as long as it spends less than the device does. Each operator is timed in plain
 PyTorch, under a dispatch mode that does nothing, and in a training whose order is known and whose pages are all there.
 Then the operators of a step of a checkpointed GPT of 24 layers under autocast are counted.
+
+Run it with ``python -m benchmarks.training_host --json host.json``.
 """
 
 import tempfile
@@ -43,7 +45,7 @@ class _Empty(TorchDispatchMode):
 
 
 def timed(rows: list[common.Row], folder: str, num_calls: int) -> list[list[str]]:
-    """The lowest of a few runs of each operator, in each way."""
+    """Return the lowest time of a few runs of each operator, in each way."""
     model = nn.Linear(128, 128)
     weight, x, small = model.weight, torch.randn(128), torch.zeros(4)
     operators: dict[str, Callable[[], object]] = {
@@ -82,7 +84,7 @@ def _microseconds(call: Callable[[], object], num_calls: int) -> float:
 
 
 def counted(folder: str, num_layers: int) -> dict[str, int]:
-    """Operators of a step by what a training has to do for them."""
+    """Count the operators of a step by what a training has to do for them."""
     torch.manual_seed(0)
     model = GPT(num_layers=num_layers, width=128, num_heads=2, context=32, checkpointed=True)
     tokens = torch.randint(256, (4, 32))

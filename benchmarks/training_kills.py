@@ -1,6 +1,8 @@
-"""Processes that are killed (``kill -9``) while a model larger than its budget trains and saves after every step.
+"""Losses of a model larger than its budget, whose process is killed (``kill -9``) again and again.
 
 Each process goes on from the last checkpoint; its losses have to be those of the run that nobody killed, to the bit.
+
+Run it with ``python -m benchmarks.training_kills --disk /nvme``.
 """
 
 import argparse
@@ -65,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 class _Process:
-    """One that trains."""
+    """A process that trains until it is killed."""
 
     def __init__(self, settings: argparse.Namespace, saved: Path):
         command = [

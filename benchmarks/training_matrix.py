@@ -1,8 +1,10 @@
-"""Eight architectures of transformers, six ways to train them, in a plain training loop and through the Trainer.
+"""Equality and bytes of `offload.training`, for eight architectures and six ways to train them.
 
 Every case takes 20 optimizer steps plainly, and 20 inside of `penstock.offload.training` (through the Trainer: with
 `PenstockCallback(method="training")`) within a share of the plain peak, or the next larger share where that is refused.
 Equal means: every loss, all parameters and all optimizer states, to the bit. Each case is a process of its own.
+
+Run it with ``python -m benchmarks.training_matrix --disk /nvme``.
 """
 
 import contextlib
@@ -33,7 +35,7 @@ _NUM_FIRST = 7
 
 
 class Lion(torch.optim.Optimizer):
-    """One that PyTorch does not have (Chen and others 2023)."""
+    """The optimizer Lion, which PyTorch does not have (Chen and others 2023)."""
 
     def __init__(self, parameters: Any, lr: float = 1e-3):
         super().__init__(parameters, {"lr": lr})
@@ -205,7 +207,7 @@ def in_a_process(model: str, way: str, loop: str) -> dict[str, Any]:
 
 
 def compared(name: str, way_name: str, loop: str) -> dict[str, Any]:
-    """Plainly, then within the smallest share of that peak that is not refused."""
+    """Train plainly, then within the smallest share of that peak that is not refused, and compare."""
     train = in_own_loop if loop == "own loop" else through_the_trainer
     torch.set_num_threads(1)
     plain = train(name, WAYS[way_name], None)

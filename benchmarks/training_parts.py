@@ -1,7 +1,9 @@
-"""The parts of the time of a step within a share of its state: waits, processor time, page faults.
+"""Parts of the time of a step within a share of its state: waits, processor time, page faults.
 
 Plain steps come first, then those of `penstock.offload.training`, in one process. Variables of the environment
 (``OMP_WAIT_POLICY=passive``, ``MALLOC_TRIM_THRESHOLD_``, ``OMP_NUM_THREADS``) show what each part costs.
+
+Run it with ``python -m benchmarks.training_parts --disk /nvme``.
 """
 
 import gc
@@ -71,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _figures(step: Callable[[], None], stall_s: Callable[[], float] = lambda: 0.0) -> Figures:
-    """Medians of the steps that are not warming up."""
+    """Return medians of the steps after the warm-up."""
     results: list[Figures] = []
     for _ in range(_NUM_STEPS):
         start_s, before, waited_s = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF), stall_s()

@@ -1,8 +1,10 @@
-"""Models from other libraries in a plain training loop, with parameters, gradients, states and activations offloaded.
+"""Equality and bytes of `offload.training` for models of other libraries, in a plain training loop.
 
 Each model of `benchmarks.zoo` that is installed takes five AdamW steps with clipping plainly, and five inside of
 `penstock.offload.training` within a share of what the plain steps took, or the next larger share where that is refused.
 Equal means: losses, parameters and optimizer states, to the bit. Each model runs in a process of its own.
+
+Run it with ``python -m benchmarks.training_zoo --disk /nvme``.
 """
 
 import gc
@@ -96,7 +98,7 @@ def compared(name: str) -> dict[str, Any]:
 
 
 def trained(name: str, budget: int | None) -> dict[str, Any]:
-    """Steps, plainly or within the budget: bits of all that they made, and their peak."""
+    """Train some steps, plainly or within the budget; return the bits of all results, and their peak."""
     gc.collect()
     start = probe.held_bytes("cpu")
     torch.manual_seed(0)

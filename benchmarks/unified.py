@@ -1,4 +1,4 @@
-"""Rows of features: from memory beside `index_select`, from a disk beside memory maps and the disk's own limit, epochs.
+"""Rates of reading rows of features from memory, a disk and a CUDA device, next to the usual alternatives.
 
 - gather: rows of 64 B to 4 KiB, 10^4 to 10^6 of them, uniform and by a power law, from a table in memory.
 - disk: random rows of a file with cold cache: O_DIRECT where we read; for those that read through the page cache
@@ -9,6 +9,8 @@
 - epochs: examples/tiered_graphsage.py under host budgets, beside all rows in memory; planned and measured hit rates.
 - link (CUDA): rows read in place beside the CPU's gather with a pinned copy, a table on the device (the upper limit)
   and the bandwidth of a plain copy (the link's limit).
+
+Run it with ``python -m benchmarks.unified --disk /nvme --json unified.json``.
 """
 
 import argparse
@@ -41,7 +43,7 @@ MOST_BYTES = 2 * 2**30
 
 
 def rows_like(access: str, num_rows: int, count: int, generator: torch.Generator) -> torch.Tensor:
-    """Row numbers: all alike, or by a power law over shuffled rows."""
+    """Return row numbers, uniform or by a power law over shuffled rows."""
     if access == "uniform":
         return torch.randint(num_rows, (count,), generator=generator)
     rank = (torch.rand(count, generator=generator, dtype=torch.float64) ** 4 * num_rows).long()
@@ -96,7 +98,7 @@ def gather(settings: argparse.Namespace, rows: list[Row]) -> None:
 
 
 def drop(path: Path) -> None:
-    """The file's pages leave the page cache."""
+    """Drop the file's pages from the page cache."""
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -203,7 +205,7 @@ def depth(settings: argparse.Namespace, rows: list[Row]) -> None:
 
 
 def _least(num_rows: int) -> int:
-    """A host budget with room for no rows."""
+    """Return a host budget with room for no rows."""
     return 4 * num_rows + 10 * 2**20
 
 
@@ -329,7 +331,7 @@ def _cached_bytes() -> int:
 
 
 def _oracle(loader: unified.Loader, features: unified.TieredFeatures) -> float:
-    """The plan's hit rate over that of as many rows chosen by the counts of ten epochs, on these counts."""
+    """Return the plan's hit rate over the one of as many rows chosen by the counts of ten epochs, on these counts."""
     num_hot = len(features.plan.host_rows) + len(features.plan.device_rows)
     samples = (
         loader._sample(epoch, number, seeds)[1]
@@ -342,7 +344,7 @@ def _oracle(loader: unified.Loader, features: unified.TieredFeatures) -> float:
 
 
 def link(settings: argparse.Namespace, rows: list[Row]) -> None:
-    """Rows to a CUDA device."""
+    """Measure gathering rows to a CUDA device."""
     generator, table = torch.Generator().manual_seed(0), []
     big = torch.empty(2**28, dtype=torch.uint8).pin_memory()
     there = torch.empty_like(big, device="cuda")
@@ -387,7 +389,7 @@ def link(settings: argparse.Namespace, rows: list[Row]) -> None:
 
 
 def _processor_s(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Seconds of all cores for one call of each."""
+    """Return the seconds of all cores for one call of each."""
     results = {}
     for name, call in calls.items():
         call()

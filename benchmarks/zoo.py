@@ -57,7 +57,7 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def _plain(output: Any) -> Any:
-    """``output`` as tuples and dictionaries: pytree takes a class that it does not know for a leaf."""
+    """Return ``output`` as tuples and dictionaries, since pytree takes an unknown class for a leaf."""
     if isinstance(output, Mapping):
         return {key: _plain(value) for key, value in output.items()}
     if isinstance(output, list | tuple):

@@ -23,7 +23,7 @@ _SECTION = re.compile(r"(Args|Arguments|Returns|Raises|Yields|Attributes):")
 
 
 def pages() -> dict[str, str]:
-    """Markdown of every page by its name: ``index``, and one for each room."""
+    """Return the Markdown of every page by its name: ``index``, and one for each room."""
     named = sorted(set(re.findall(r"`penstock\.(\w+)", penstock.__doc__ or "")))
     rooms = [module for module in named if importlib.util.find_spec(f"penstock.{module}") is not None]
     return {
@@ -33,7 +33,7 @@ def pages() -> dict[str, str]:
 
 
 def public_names(room: str) -> list[str]:
-    """Public names of a room, in the order of its map."""
+    """Return the public names of a room, in the order of its map."""
     module = importlib.import_module(f"penstock.{room}")
     if hasattr(module, "__all__"):
         return list(module.__all__)
@@ -82,7 +82,7 @@ def _entry(module: ModuleType, name: str) -> str:
 
 
 def _definition(module: ModuleType, name: str) -> tuple[Path, ast.stmt | None]:
-    """The file and statement that define a public name, followed through imports."""
+    """Return the file and statement that define a public name, followed through imports."""
     file = Path(module.__file__ or "")
     for node in _tree(file).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
@@ -122,7 +122,7 @@ def _class(value: Any, node: ast.ClassDef) -> Iterator[str]:
 
 
 def _fields(body: list[ast.stmt]) -> Iterator[str]:
-    """Fields of a dataclass and members of an enumeration, each with the string below it."""
+    """Yield the fields of a dataclass, or the members of an enumeration, each with the string below it."""
     for node in body:
         if isinstance(node, ast.AnnAssign | ast.Assign):
             name = _targets(node)[0]
@@ -199,7 +199,7 @@ def _plain(annotation: ast.expr) -> str:
 
 
 def _markdown(docstring: str) -> str:
-    """A docstring as Markdown: double backticks, sections, literal blocks and examples."""
+    """Return a docstring as Markdown: double backticks, sections, literal blocks and examples."""
     lines: list[str] = []
     for block in re.split(r"\n\s*\n", inspect.cleandoc(docstring)):
         lines += [_block(block, after_colons=bool(lines) and lines[-2].endswith("::")), ""]

@@ -78,7 +78,7 @@ def _cell(case: dict[str, Any] | None) -> str:
 
 
 def main() -> None:
-    """Writes the table into the page."""
+    """Write the table into the page."""
     before, _, rest = PAGE.read_text().partition(MARKS[0])
     after = rest.partition(MARKS[1])[2]
     PAGE.write_text(f"{before}{MARKS[0]}\n\n{tables()}\n\n{MARKS[1]}{after}")

@@ -1,4 +1,4 @@
-"""What MkDocs builds beside the pages that are written: the API, examples, and pages that lie outside of `docs`.
+"""Hooks of MkDocs that build pages nobody writes: the API, examples, and pages that lie outside of `docs`.
 
 Links between pages are those that work in a checkout; here they are turned to where the site has the same thing.
 """
@@ -18,7 +18,7 @@ _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Puts the pages of a folder into the navigation where the folder is named."""
+    """Put the pages of a folder into the navigation where the folder is named."""
     config.watch += [str(ROOT / "src"), str(ROOT / "examples")]
     pages = {**_written(), **_generated()}
     config.nav = expanded(config.nav or [], pages)
@@ -26,7 +26,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages that nobody wrote, and the figures that pages link to."""
+    """Add generated pages, and the figures that pages link to."""
     for address, content in _generated().items():
         files.append(File.generated(config, address, content=content))
     for figures in sorted((ROOT / "benchmarks" / "results").glob("*.*")):
@@ -35,7 +35,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001
-    """Turns links to files of the repository into links to where the site has them."""
+    """Turn links to files of the repository into links to where the site has them."""
     address = page.file.src_uri
     origin = _ORIGINS.get(address, f"docs/{address}")
     if address.startswith(("api/", "examples/")):
@@ -45,7 +45,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def expanded(nav: list[Any], pages: dict[str, str]) -> list[Any]:
-    """`nav` with each ``folder/`` replaced by those of its pages that `nav` does not name, in order of their titles.
+    """Return `nav` with each ``folder/`` replaced by its pages that `nav` does not name, in order of their titles.
 
     A section without any page is left out.
     """
@@ -121,7 +121,7 @@ def _relinked(markdown: str, origin: str, address: str) -> str:
 
 
 def _on_site(target: str) -> str:
-    """Where the site has what the repository has at `target`."""
+    """Return where the site has what the repository has at `target`."""
     if target.startswith("docs/"):
         return target.removeprefix("docs/")
     if match := re.fullmatch(r"src/penstock/(?:(\w+)/)?(\w+)\.py", target):

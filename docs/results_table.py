@@ -1,4 +1,4 @@
-"""Make the tables of `docs/benchmarks.md` from the dated files of `benchmarks/results`.
+"""The tables of `docs/benchmarks.md`, made from the dated files of `benchmarks/results`.
 
 python docs/results_table.py
 
@@ -460,7 +460,7 @@ ENTRIES = {
 
 
 def table() -> str:
-    """The table as Markdown. Raises ``ValueError`` for a file that has no entry, or figures that are not in it."""
+    """Return the table as Markdown. Raises ``ValueError`` for a file without an entry, or figures that it lacks."""
     rows = ["| date | what it shows | figures | command |", "|---|---|---|---|"]
     files = sorted(RESULTS.glob("20??-??-??-*.json"))
     for file in files:
@@ -477,7 +477,7 @@ def table() -> str:
 
 
 def misuse_table() -> str:
-    """What came of misuse in each room, from the last file of that campaign."""
+    """Return the table of outcomes of misuse by room, from the last file of that campaign."""
     kinds = ["cases", "right", "our error", "their error", "raw", "silent", "wrong number", "leak", "crash", "hang"]
     file = max(RESULTS.glob("20??-??-??-cpu-misuse.json"))
     counts: dict[str, dict[str, int]] = {}
@@ -507,7 +507,7 @@ def _written(value: float | bool, form: str) -> str:
 
 
 def main() -> None:
-    """Writes the table into the page."""
+    """Write the table into the page."""
     before, _, rest = PAGE.read_text().partition(MARKS[0])
     after = rest.partition(MARKS[1])[2]
     PAGE.write_text(f"{before}{MARKS[0]}\n\n{table()}\n\n{MARKS[1]}{after}")
