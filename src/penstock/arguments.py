@@ -61,6 +61,7 @@ def checked(example: str, **least: float) -> Callable[[_Function], _Function]:
                 admitted.update(_admitted_by_name(function))
             for name, value in chain(zip(names, arguments, strict=False), keywords.items()):
                 values = admitted.get(name)
+                # an int of the right type may still have too many bits
                 if values is not None and (name in least or type(value) is int or type(value) not in values.exact):
                     _check(name, value, values, least.get(name), example)
             return function(*arguments, **keywords)
@@ -204,7 +205,7 @@ _PLAIN: dict[Any, AdmittedValues] = {  # any: an annotation
     None: AdmittedValues(frozenset((type(None),)), lambda value: value is None, ("None",)),
     bool: AdmittedValues(frozenset((bool,)), _is_flag, ("True or False",)),
     int: AdmittedValues(frozenset((int,)), _is_int, ("an int",)),
-    float: AdmittedValues(frozenset((int,)), _is_number, ("a number",)),
+    float: AdmittedValues(frozenset((int,)), _is_number, ("a number",)),  # a float may be NaN, so it is looked at
     str: AdmittedValues(frozenset((str,)), lambda value: isinstance(value, str), ("text",)),
 }
 

@@ -18,7 +18,7 @@ from penstock.units import format_bytes
 
 __all__ = ["Entry", "TensorFiles", "read_header"]
 
-_MOST_HEADER_BYTES = 100 * 2**20
+_MOST_HEADER_BYTES = 100 * 2**20  # about the limit of the safetensors library; a damaged length may be any number
 _TYPES = {
     "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "I8": torch.int8,
     "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "U8": torch.uint8, "BOOL": torch.bool,

@@ -307,6 +307,7 @@ class PenstockCallback:
         self._compiled = contextlib.ExitStack()
         backend = remat.Backend(**{"as_eager": False, **self._options}, optimizer=optimizer)  # fewer graph breaks
         self._compiled.callback(backend.close)
+        # a model that the user has compiled gets its own compiled call back
         self._compiled.callback(setattr, trainer.model, "_compiled_call_impl", trainer.model._compiled_call_impl)
         trainer.model.compile(backend=backend)
 

@@ -52,7 +52,7 @@ def _adapted(model: Any) -> list[nn.Parameter]:
 
 def _save_pretrained(model: Any, training: Training, save: Any, path: str | os.PathLike[str], **options: Any) -> None:
     """Save the model's configuration and code by ``save``, and its tensors by the training."""
-    save(path, **{**options, "state_dict": {}})
+    save(path, **{**options, "state_dict": {}})  # its file of weights has no tensors, and is replaced below
     if not options.get("is_main_process", True):
         return
     for old in Path(path).glob("model*.safetensors*"):

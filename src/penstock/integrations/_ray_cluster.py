@@ -111,7 +111,7 @@ class Cluster:
     def lose(self, node: KnownNode, reason: str) -> None:
         """End a node that failed. It may begin again soon, since perhaps only its actor has died."""
         self._end(node)
-        self._looked_s = time.monotonic() - _LOOK_S + GRACE_S
+        self._looked_s = time.monotonic() - _LOOK_S + GRACE_S  # looks again after the grace period
         self._last_loss = f"the last node, {node.name}, was lost: {reason}"
 
     def end(self) -> None:

@@ -118,6 +118,7 @@ class Driver:
             source.actor.release.remote(moved.job)
 
     def _send(self, known: KnownJob, node: KnownNode) -> None:
+        # read before another node writes there; the lost process does not any more, since its grace period is over
         if known.num_losses:
             self._observers.catch_up(known.job, self._folder(known.job) / "metrics.jsonl")
         known.node, node.jobs[known.job.name] = node, known
@@ -186,6 +187,7 @@ class Driver:
     def _lose(self, node: KnownNode, reason: str) -> None:
         self._cluster.lose(node, reason)
         for known in node.jobs.values():
+            # its process may live on until it sees that its lease is gone; two would damage the job's folder
             known.node, known.free_from_s = None, time.monotonic() + GRACE_S
             known.num_losses = 1 if known.row.step > known.lost_at_step else known.num_losses + 1
             known.lost_at_step = known.row.step

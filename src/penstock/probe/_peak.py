@@ -124,6 +124,8 @@ def live_storages(device_type: str = "cpu") -> dict[int, StorageWeakRef]:
     """Return weak references to the storages of all tensors that Python can reach, including gradients, by identity."""
     live: dict[int, StorageWeakRef] = {}
     kinds = _tensor_types()  # a process has half a million objects, and a set lookup costs a tenth of issubclass
+    # Not while other threads run: the list would refer to tuples that they are still building, and Python then cannot
+    # resize them (SystemError: bad argument to internal function).
     for thing in [thing for thing in gc.get_objects() if type(thing) in kinds]:
         tensors = [thing]
         if thing.is_leaf and thing.grad is not None:
@@ -220,6 +222,7 @@ def _record_cpu(recording: MemoryRecording, this_thread_only: bool) -> Iterator[
     assert results is not None
     recording.blocks = _blocks(results)
     changes, freed_bytes = _changes(recording.blocks, addresses)
+    # the sort is stable, so changes of one source at the same nanosecond keep their order
     merged = sorted(changes if this_thread_only else changes + charges, key=lambda change: change[0])
     held = itertools.accumulate((size for _, size in merged), initial=start)
     times = [time_ns / 1e9 for time_ns, _ in merged]
