@@ -18,12 +18,11 @@ import torch
 from penstock import fleet, remat, report, unified
 from penstock.cli._sweep import read_sweep
 from penstock.errors import CheckpointError, FeatureFileError, FleetStateError, PenstockError
-from penstock.files import check_is_file, parse_json, read_json, read_text
 from penstock.fleet import FleetState, JobState
 from penstock.links import DEVICE, DISK, Link
 from penstock.native import _build, compile_source, keep_source
 from penstock.probe import LaneBandwidth, _bandwidth, bandwidths, ledger
-from penstock.relational import RelationalGraph, read_id_file, read_ntriples
+from penstock.relational import read_id_file, read_ntriples
 from penstock.remat import _swap
 from penstock.tiers import Budget, Gate, waterfall_for
 
@@ -42,31 +41,6 @@ def test_the_campaign_in_short(tmp_path):
     assert done.returncode == 0, done.stdout[-3000:]
     rows = {row["metric"]: row["value"] for row in content["rows"] if row["name"] == "fuzz"}
     assert rows["cases"] >= 150
-
-
-def test_what_is_no_file_is_not_waited_for(tmp_path):
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    readers = (
-        check_is_file, read_text, read_json, remat.RematProblem.load, RelationalGraph.load, read_ntriples, read_id_file,
-        unified.from_file, unified.TieredFeatures, unified.check, read_sweep,
-    )  # fmt: skip
-    for reader in readers:
-        with pytest.raises(ValueError, match="pipe must be a file, not a pipe, a socket or a device"):
-            reader(pipe)
-    for reader in readers:
-        with pytest.raises(IsADirectoryError, match=str(tmp_path)):
-            reader(tmp_path)
-
-
-@pytest.mark.parametrize("raw", [b"\xff\xfe{}", b"[" * 100_000, b"9" * 5000, b"", b"{'a': 1}"])
-def test_text_that_is_no_json(tmp_path, raw):
-    path = tmp_path / "x.json"
-    path.write_bytes(raw)
-    with pytest.raises(ValueError, match=r"x\.json") as caught:
-        read_json(path)
-    assert type(caught.value) is ValueError
-    assert parse_json("[1]", "nothing") == [1]
 
 
 def problem():
