@@ -365,7 +365,7 @@ RECORDS |= {
         lane="out", bandwidth_bytes_per_s=1.0, is_direct=True, measured_s=0.0
     ),
     "probe.Feature": lambda: probe.Feature(name="a", is_supported=False, reason="b"),
-    "probe.Place": lambda: probe.Place(name="host", description="", capacity_bytes=1, free_bytes=1),
+    "probe.MeasuredPlace": lambda: probe.MeasuredPlace(name="host", description="", capacity_bytes=1, free_bytes=1),
     "probe.MachineReport": lambda: probe.MachineReport(places=(), lanes=(), features=()),
     "probe.PeakReport": lambda: probe.PeakReport(
         peak_bytes=1, start_bytes=0, activation_bytes=1, released_bytes=0, rss_bytes=1,
