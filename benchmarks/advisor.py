@@ -97,14 +97,14 @@ def train(name: str, workload: str, batch: int, budget: Budget) -> Trained:
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
 
-    made = Trained(step=step, close=stack.close)
+    result = Trained(step=step, close=stack.close)
     try:
         for _ in range(4 if "offload" in name else 1):
             step()
-        made.peak_bytes = peak_bytes(step, device="cpu").peak_bytes
+        result.peak_bytes = peak_bytes(step, device="cpu").peak_bytes
     except PenstockError as error:
-        made.error = str(error)
-    return made
+        result.error = str(error)
+    return result
 
 
 def compare(workload: str, batch: int, share: float, disk: Path, rounds: int) -> list[Row]:
@@ -117,11 +117,11 @@ def compare(workload: str, batch: int, share: float, disk: Path, rounds: int) ->
     budget = Budget(device=limit, disk=disk)
     advice = penstock.advise(module, inputs, budget, optimizer=torch.optim.SGD(module.parameters()), rounds=rounds)
     print(advice.explain(), flush=True)
-    names = [one.name for one in advice.options if one.name != "fleet"]
+    names = [option.name for option in advice.options if option.name != "fleet"]
     measured = measure(names, workload, batch, budget, rounds)
     plain_s = measured["plain"].seconds
-    ratios = {name: paired_ratio(one.seconds, plain_s)[0] for name, one in measured.items()}
-    keeps = {name: ratios[name] for name, one in measured.items() if one.peak_bytes <= limit}
+    ratios = {name: paired_ratio(figures.seconds, plain_s)[0] for name, figures in measured.items()}
+    keeps = {name: ratios[name] for name, figures in measured.items() if figures.peak_bytes <= limit}
     case = f"{workload} x {batch} within {format_bytes(limit)}"
     if advice.best_name is None or not keeps:
         raise SystemExit(f"{case}: nothing keeps the budget: {advice.explain()}")
@@ -142,21 +142,21 @@ def compare(workload: str, batch: int, share: float, disk: Path, rounds: int) ->
         Row(name=case, metric="peak of the pick", value=peak, unit="B", peer="budget", ratio=peak / limit),
         *(
             Row(
-                name=case, metric=f"step of {name}", value=median(one.seconds), unit="s", peer="plain",
+                name=case, metric=f"step of {name}", value=median(figures.seconds), unit="s", peer="plain",
                 ratio=ratios[name],
             )
-            for name, one in measured.items()
+            for name, figures in measured.items()
         ),
         *(
-            Row(name=case, metric=f"page faults in a step of {name}", value=median(one.page_faults), unit="faults")
-            for name, one in measured.items()
+            Row(name=case, metric=f"page faults in a step of {name}", value=median(figures.page_faults), unit="faults")
+            for name, figures in measured.items()
         ),
     ]  # fmt: skip
 
 
 def measure(names: list[str], workload: str, batch: int, budget: Budget, rounds: int) -> dict[str, Trained]:
     """Time every option that trains."""
-    made: dict[str, Trained] = {}
+    result: dict[str, Trained] = {}
     with contextlib.ExitStack() as stack:
         for name in names:
             gc.collect()
@@ -171,13 +171,13 @@ def measure(names: list[str], workload: str, batch: int, budget: Budget, rounds:
             stack.callback(trained.close)
             if not trained.error:
                 trained.peak_bytes -= alone.device_bytes - budget.device_bytes
-                made[name] = trained
+                result[name] = trained
         seconds = interleaved(
-            {name: one.timed_step for name, one in made.items()}, rounds=rounds, device="cpu", least_s=LEAST_S
+            {name: trained.timed_step for name, trained in result.items()}, rounds=rounds, device="cpu", least_s=LEAST_S
         )
-    for name, one in made.items():
-        one.seconds = seconds[name]
-    return made
+    for name, trained in result.items():
+        trained.seconds = seconds[name]
+    return result
 
 
 def budget_of(budget: Budget) -> Budget:
@@ -189,40 +189,40 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--case", type=int, help="this of the twelve alone")
     options.add_argument("--scale", type=float, default=1.0, help="of the batches in benchmarks/models.py")
-    given = options.parse_args(arguments)
-    if given.device != "cpu":
+    settings = options.parse_args(arguments)
+    if settings.device != "cpu":
         raise SystemExit("advice is compared on the CPU, whose peaks a profiler measures: --device cpu")
-    configuration = {name: getattr(given, name) for name in ("device", "quick", "rounds", "scale")}
-    if given.case is None and not given.quick:
-        return in_processes(given, configuration)
-    workload, share = ("ViT", 0.5) if given.quick else CASES[given.case]
-    batch = 1 if given.quick else max(1, int(given.scale * WORKLOADS[workload].batch))
-    rows = compare(workload, batch, share, given.disk, 1 if given.quick else given.rounds)
-    write(given.json, configuration, rows, device=given.device)
+    configuration = {name: getattr(settings, name) for name in ("device", "quick", "rounds", "scale")}
+    if settings.case is None and not settings.quick:
+        return in_processes(settings, configuration)
+    workload, share = ("ViT", 0.5) if settings.quick else CASES[settings.case]
+    batch = 1 if settings.quick else max(1, int(settings.scale * WORKLOADS[workload].batch))
+    rows = compare(workload, batch, share, settings.disk, 1 if settings.quick else settings.rounds)
+    write(settings.json, configuration, rows, device=settings.device)
     summarize(rows)
     return rows
 
 
-def in_processes(given: argparse.Namespace, configuration: dict[str, object]) -> list[Row]:
+def in_processes(settings: argparse.Namespace, configuration: dict[str, object]) -> list[Row]:
     """Run each case in its own process, so that no case affects another."""
     rows: list[Row] = []
     for case in range(len(CASES)):
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
             command = [sys.executable, "-m", "benchmarks.advisor", "--case", str(case), "--json", file.name]
-            command += ["--rounds", str(given.rounds), "--scale", str(given.scale), "--disk", str(given.disk)]
+            command += ["--rounds", str(settings.rounds), "--scale", str(settings.scale), "--disk", str(settings.disk)]
             subprocess.run(command, check=True, env={**os.environ, **_HEAP})
-            rows += [Row(**one) for one in json.loads(Path(file.name).read_text())["rows"]]
-        write(given.json, configuration | {"malloc": _HEAP}, rows, device=given.device)
+            rows += [Row(**row) for row in json.loads(Path(file.name).read_text())["rows"]]
+        write(settings.json, configuration | {"malloc": _HEAP}, rows, device=settings.device)
     summarize(rows)
     return rows
 
 
 def summarize(rows: list[Row]) -> None:
     """Print a line per case."""
-    cases = dict.fromkeys(one.name for one in rows)
+    cases = dict.fromkeys(row.name for row in rows)
     lines = []
     for case in cases:
-        by_metric = {one.metric: one for one in rows if one.name == case}
+        by_metric = {row.metric: row for row in rows if row.name == case}
         regret, peak = by_metric[REGRET], by_metric[PEAK]
         lines.append([case, regret.peer, f"{regret.value:+.1%}", f"{peak.value:.4f}", f"{by_metric[RATIO].value:.3f}"])
     header = ["case", "pick / best", "regret", "peak, predicted/measured", "ratio to plain, predicted/measured"]

@@ -62,7 +62,7 @@ def pictures(folder: Path, names: Sequence[str] = ()) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     with _workplace():
-        for name in names or [one for one in COMMANDS if one != "demo"]:
+        for name in names or [command for command in COMMANDS if command != "demo"]:
             console = _recorder()
             answer = COMMANDS[name](console)
             answer.show(console)

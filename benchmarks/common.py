@@ -42,8 +42,8 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 def data_folder() -> Path:
     """Return the folder of real data sets: ``$PENSTOCK_DATA``, by default ``shared/data`` next to the checkout."""
-    given = os.environ.get("PENSTOCK_DATA")
-    return Path(given) if given else Path(__file__).parents[2] / "shared" / "data"
+    folder = os.environ.get("PENSTOCK_DATA")
+    return Path(folder) if folder else Path(__file__).parents[2] / "shared" / "data"
 
 
 def interleaved(
@@ -71,14 +71,16 @@ def synchronize(device: str) -> None:
 
 def rerun_by_checkpoints(problem: RematProblem, blocks: Sequence[str]) -> list[str]:
     """Return the forward operators that checkpoints of these modules recompute: up to the last that backward reads."""
-    found: list[str] = []
+    names: list[str] = []
     for block in blocks:
-        own = [at for at, one in enumerate(problem.operators) if f"{one.module}.".startswith(f"{block}.")]
-        read = {one for at in own if at >= problem.num_forward for one in problem.operators[at].inputs}
-        producers = {problem.storages[one].producer for one in read}
-        last = max((at for at in own if at < problem.num_forward and at in producers), default=-1)
-        found += [problem.operators[at].name for at in own if at <= last]
-    return found
+        own = [
+            index for index, operator in enumerate(problem.operators) if f"{operator.module}.".startswith(f"{block}.")
+        ]
+        read = {storage for index in own if index >= problem.num_forward for storage in problem.operators[index].inputs}
+        producers = {problem.storages[storage].producer for storage in read}
+        last = max((index for index in own if index < problem.num_forward and index in producers), default=-1)
+        names += [problem.operators[index].name for index in own if index <= last]
+    return names
 
 
 def write(path: Path | None, configuration: Mapping[str, Any], rows: Sequence[Row], *, device: str = "cpu") -> None:
@@ -94,8 +96,8 @@ def as_json(
     configuration: Mapping[str, Any], rows: Sequence[Row], *, device: str = "cpu", **more: Sequence[Mapping[str, Any]]
 ) -> str:
     """Return the text that `write` writes, with ``more`` for data that fit no row."""
-    found = [asdict(row) for row in rows]
-    content = {"machine": provenance(device), "configuration": dict(configuration), "rows": found, **more}
+    lines = [asdict(row) for row in rows]
+    content = {"machine": provenance(device), "configuration": dict(configuration), "rows": lines, **more}
     return json.dumps(content, indent=1) + "\n"
 
 

@@ -87,12 +87,12 @@ def _child(case: Case, folder: Path, share: float, num_each: int) -> None:
 class Running:
     """A case that is running in a process."""
 
-    def __init__(self, context: ForkServerContext, case: Case, given: argparse.Namespace, scratch: Path):
+    def __init__(self, context: ForkServerContext, case: Case, settings: argparse.Namespace, scratch: Path):
         self.case = case
         self._folder = Path(tempfile.mkdtemp(dir=scratch))
-        arguments = (case, self._folder, given.share, given.steps)
+        arguments = (case, self._folder, settings.share, settings.steps)
         self._process: ForkServerProcess = context.Process(target=_child, args=arguments)
-        self._start_s, self._limit_s = time.monotonic(), given.limit
+        self._start_s, self._limit_s = time.monotonic(), settings.limit
         self._process.start()
         self.sentinel = self._process.sentinel
 
@@ -128,28 +128,28 @@ class Running:
         return row | {"duration_s": round(time.monotonic() - self._start_s, 1)}
 
 
-def _without_folders(found: Any) -> Any:
+def _without_folders(value: Any) -> Any:
     """Return ``found`` with absolute paths cut to their last two parts, without folders of this machine."""
-    if isinstance(found, str):
-        return _PATH.sub("", found)
-    if isinstance(found, dict):
-        return {key: _without_folders(value) for key, value in found.items()}
-    return [_without_folders(one) for one in found] if isinstance(found, list) else found
+    if isinstance(value, str):
+        return _PATH.sub("", value)
+    if isinstance(value, dict):
+        return {key: _without_folders(value) for key, value in value.items()}
+    return [_without_folders(part) for part in value] if isinstance(value, list) else value
 
 
-def run(cases: Sequence[Case], given: argparse.Namespace, scratch: Path) -> Iterator[dict[str, Any]]:
-    """Run cases, ``given.jobs`` at once, and yield each row when it is complete."""
+def run(cases: Sequence[Case], settings: argparse.Namespace, scratch: Path) -> Iterator[dict[str, Any]]:
+    """Run cases, ``settings.jobs`` at once, and yield each row when it is complete."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOADED))
     waiting, running = list(reversed(cases)), list[Running]()
     while waiting or running:
-        while waiting and len(running) < given.jobs:
-            running.append(Running(context, waiting.pop(), given, scratch))
-        connection.wait([one.sentinel for one in running], min(one.left_s for one in running))
-        for one in tuple(running):
-            row = one.row()
+        while waiting and len(running) < settings.jobs:
+            running.append(Running(context, waiting.pop(), settings, scratch))
+        connection.wait([process.sentinel for process in running], min(process.left_s for process in running))
+        for process in tuple(running):
+            row = process.row()
             if row is not None:
-                running.remove(one)
+                running.remove(process)
                 yield row
 
 
@@ -157,23 +157,27 @@ def rows_of(cases: Sequence[dict[str, Any]]) -> list[common.Row]:
     """Count verdicts and budgets, over all and by library."""
     rows = []
     for door in coverage_case.NAMES:
-        mine = [one for one in cases if one["door"] == door]
+        mine = [case for case in cases if case["door"] == door]
         if not mine:
             continue
-        verdicts = Counter(one["verdict"] for one in mine)
-        rows += [common.Row(name=door, metric=one, value=verdicts[one], unit="architectures") for one in VERDICTS]
-        trained = [one for one in mine if "is_held" in one and not one["said"]]
-        named = [one for one in trained if one["is_named"]]
+        verdicts = Counter(row["verdict"] for row in mine)
+        rows += [
+            common.Row(name=door, metric=verdict, value=verdicts[verdict], unit="architectures") for verdict in VERDICTS
+        ]
+        trained = [row for row in mine if "is_held" in row and not row["said"]]
+        named = [row for row in trained if row["is_named"]]
         for what, some in (("budgets", trained), ("named budgets", named)):
             rows.append(common.Row(name=door, metric=f"{what} tried", value=len(some), unit="budgets"))
-            kept = sum(one["is_held"] for one in some)
+            kept = sum(row["is_held"] for row in some)
             rows.append(common.Row(name=door, metric=f"{what} held", value=kept, unit="budgets"))
     return rows
 
 
 def table(cases: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Return a line per case for the terminal."""
-    return [[one["name"], one["door"], one["verdict"], _budget(one), one.get("message", "")[:90]] for one in cases]
+    return [
+        [case["name"], case["door"], case["verdict"], _budget(case), case.get("message", "")[:90]] for case in cases
+    ]
 
 
 def _budget(row: dict[str, Any]) -> str:
@@ -183,20 +187,22 @@ def _budget(row: dict[str, Any]) -> str:
     return ratio + (", and said so" if row["said"] else "")
 
 
-def chosen(given: argparse.Namespace) -> list[Case]:
+def chosen(settings: argparse.Namespace) -> list[Case]:
     """Return the requested cases whose library is installed."""
     architectures = zoo.all_architectures()
-    names = given.model or (_QUICK if given.quick else list(architectures))
+    names = settings.model or (_QUICK if settings.quick else list(architectures))
     if unknown := set(names) - set(architectures):
         raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(architectures)}")
-    wanted = [architectures[name] for name in names if architectures[name].library in (given.library or zoo.LIBRARIES)]
-    for library in sorted({one.library for one in wanted if not one.is_installed}):
+    wanted = [
+        architectures[name] for name in names if architectures[name].library in (settings.library or zoo.LIBRARIES)
+    ]
+    for library in sorted({architecture.library for architecture in wanted if not architecture.is_installed}):
         print(f"without {library}, which is not installed: pip install 'penstock[zoo]'")
     return [
-        Case(name=one.name, door=door)
-        for door in given.door or coverage_case.NAMES
-        for one in wanted
-        if one.is_installed
+        Case(name=architecture.name, door=door)
+        for door in settings.door or coverage_case.NAMES
+        for architecture in wanted
+        if architecture.is_installed
     ]
 
 
@@ -212,37 +218,37 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     options.add_argument("--jobs", type=int, default=1, help="cases that run at once")
     options.add_argument("--limit", type=float, default=LIMIT_S, help="seconds that a case may take")
     options.add_argument("--again", action="store_true", help="run cases again that are in the file of --json")
-    given = options.parse_args(arguments)
-    cases = chosen(given)
+    settings = options.parse_args(arguments)
+    cases = chosen(settings)
     known: dict[tuple[str, str], dict[str, Any]] = {}
-    if given.json is not None and given.json.is_file():
-        known = {(one["name"], one["door"]): one for one in json.loads(given.json.read_text())["cases"]}
-    todo = [one for one in cases if given.again or one.key not in known]
-    found = []
-    with tempfile.TemporaryDirectory(dir=given.disk, prefix="coverage-") as scratch:
-        for row in run(todo, given, Path(scratch)):
+    if settings.json is not None and settings.json.is_file():
+        known = {(row["name"], row["door"]): row for row in json.loads(settings.json.read_text())["cases"]}
+    todo = [case for case in cases if settings.again or case.key not in known]
+    results = []
+    with tempfile.TemporaryDirectory(dir=settings.disk, prefix="coverage-") as scratch:
+        for row in run(todo, settings, Path(scratch)):
             key = row["name"], row["door"]
             known[key] = row
-            found.append(row)
-            print("  ".join([f"{len(found)}/{len(todo)}", *table([row])[0], f"{row['duration_s']} s"]), flush=True)
-            _write(given, list(known.values()))
-    wanted = {one.key for one in cases}
+            results.append(row)
+            print("  ".join([f"{len(results)}/{len(todo)}", *table([row])[0], f"{row['duration_s']} s"]), flush=True)
+            _write(settings, list(known.values()))
+    wanted = {case.key for case in cases}
     shown = [row for key, row in known.items() if key in wanted]
     common.show("Architectures through doors", ["architecture", "door", "verdict", "peak", ""], table(shown))
-    for one in rows_of(shown):
-        print(f"{one.name}: {one.metric}: {one.value}")
+    for row in rows_of(shown):
+        print(f"{row.name}: {row.metric}: {row.value}")
     return shown
 
 
-def _write(given: argparse.Namespace, cases: Sequence[dict[str, Any]]) -> None:
+def _write(settings: argparse.Namespace, cases: Sequence[dict[str, Any]]) -> None:
     """Write all rows; the old file stays complete until the new one is."""
-    if given.json is None:
+    if settings.json is None:
         return
-    draft = given.json.with_name(given.json.name + ".new")
-    libraries = {one: _version(one) for one in zoo.LIBRARIES}
-    configuration = {"share": given.share, "steps": given.steps, "libraries": libraries}
+    draft = settings.json.with_name(settings.json.name + ".new")
+    libraries = {library: _version(library) for library in zoo.LIBRARIES}
+    configuration = {"share": settings.share, "steps": settings.steps, "libraries": libraries}
     draft.write_text(common.as_json(configuration, rows_of(cases), cases=cases))
-    draft.replace(given.json)
+    draft.replace(settings.json)
 
 
 def _version(library: str) -> str:

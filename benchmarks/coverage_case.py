@@ -72,7 +72,7 @@ def schedule(num_each: int = NUM_EACH, sizes: Sequence[int] = SIZES) -> Schedule
 
 
 class EnoughSeen(Exception):
-    """Raised to end a training early, when it will start again with a budget that an error named."""
+    """The signal that ends a training early, when it will start again with a budget that an error named."""
 
 
 def _never() -> bool:
@@ -97,12 +97,16 @@ def train(
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    held = [*model.parameters(), *model.buffers(), *(one.grad for one in model.parameters() if one.grad is not None)]
+    held = [
+        *model.parameters(),
+        *model.buffers(),
+        *(parameter.grad for parameter in model.parameters() if parameter.grad is not None),
+    ]
     result.step_s = float("inf")
     with door(model, budget_bytes, folder) as run:
         for number, (size, is_measured) in enumerate(steps):
             batch = _begin(architecture, model, number, size)
-            standing_bytes = sum(one.nbytes for one in (*held, *_tensors(batch)))
+            standing_bytes = sum(tensor.nbytes for tensor in (*held, *_tensors(batch)))
             result.standing_bytes = max(result.standing_bytes, standing_bytes)
             start_s = time.perf_counter()
             if is_measured:
@@ -115,7 +119,9 @@ def train(
             taken_s = time.perf_counter() - start_s
             result.first_s, result.step_s = result.first_s or taken_s, min(result.step_s, taken_s)
             result.losses.append(_array(loss))
-            result.gradients.append([_array(one.grad) for one in model.parameters() if one.grad is not None])
+            result.gradients.append(
+                [_array(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+            )
             if is_enough():
                 raise EnoughSeen
     result.state = _state(model)
@@ -127,7 +133,7 @@ def _array(tensor: torch.Tensor) -> Array:
 
 
 def _state(model: nn.Module) -> dict[str, Array]:
-    return {name: _array(one) for name, one in model.state_dict().items() if isinstance(one, torch.Tensor)}
+    return {name: _array(tensor) for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
 
 
 def _begin(architecture: Architecture, model: nn.Module, number: int, size: int) -> Batch:
@@ -143,12 +149,12 @@ def _begin(architecture: Architecture, model: nn.Module, number: int, size: int)
 
 def _tensors(batch: Any) -> list[torch.Tensor]:
     leaves = torch.utils._pytree.tree_leaves(batch)
-    return [one for one in leaves if isinstance(one, torch.Tensor)]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 @contextlib.contextmanager
 def plainly(model: Callable[..., Any], _: int, __: Path) -> Iterator[Step]:
-    """Eager PyTorch."""
+    """Yield a step of eager PyTorch."""
 
     def step(batch: Batch) -> torch.Tensor:
         loss = loss_of(model(**batch))
@@ -160,7 +166,7 @@ def plainly(model: Callable[..., Any], _: int, __: Path) -> Iterator[Step]:
 
 @contextlib.contextmanager
 def offloaded(model: nn.Module, budget_bytes: int, folder: Path) -> Iterator[Step]:
-    """`penstock.offload.activations`, to a disk."""
+    """Yield a step with `penstock.offload.activations`, to a disk."""
     offloader = offload.activations(model, disk=folder, budget=budget_bytes, min_size=0)
     with contextlib.closing(offloader), plainly(model, budget_bytes, folder) as plain:
 
@@ -173,43 +179,43 @@ def offloaded(model: nn.Module, budget_bytes: int, folder: Path) -> Iterator[Ste
 
 @contextlib.contextmanager
 def optimized(model: nn.Module, budget_bytes: int, _: Path) -> Iterator[Step]:
-    """`penstock.remat.optimize`, with the loss inside."""
-    made: list[remat.OptimizedStep] = []
+    """Yield a step of `penstock.remat.optimize`, with the loss inside."""
+    steps: list[remat.OptimizedStep] = []
 
     def step(batch: Batch) -> torch.Tensor:
-        if not made:
-            made.append(remat.optimize(lambda batch: loss_of(model(**batch)), [batch], budget_bytes))
-        loss: torch.Tensor = made[0](batch)
+        if not steps:
+            steps.append(remat.optimize(lambda batch: loss_of(model(**batch)), [batch], budget_bytes))
+        loss: torch.Tensor = steps[0](batch)
         loss.backward()
         return loss.detach()
 
     try:
         yield step
     finally:
-        for one in made:
-            one.close()
+        for planned in steps:
+            planned.close()
 
 
 @contextlib.contextmanager
 def compiled(model: nn.Module, budget_bytes: int, folder: Path) -> Iterator[Step]:
-    """`penstock.remat.compile`."""
+    """Yield a step of `penstock.remat.compile`."""
     with plainly(remat.compile(model, budget=budget_bytes), budget_bytes, folder) as step:
         yield step
 
 
 @contextlib.contextmanager
 def compiled_by_name(model: nn.Module, budget_bytes: int, folder: Path) -> Iterator[Step]:
-    """``torch.compile(model, backend="penstock")``."""
-    made: Any = torch.compile(model, backend="penstock", options={"budget": budget_bytes})
-    with plainly(made, budget_bytes, folder) as step:
+    """Yield a step of ``torch.compile(model, backend="penstock")``."""
+    module: Any = torch.compile(model, backend="penstock", options={"budget": budget_bytes})
+    with plainly(module, budget_bytes, folder) as step:
         yield step
 
 
 @contextlib.contextmanager
 def by_aot_eager(model: nn.Module, _: int, folder: Path) -> Iterator[Step]:
-    """PyTorch's own tracing without our code: a difference or failure that occurs here too is not ours."""
-    made: Any = torch.compile(model, backend="aot_eager")
-    with plainly(made, 0, folder) as step:
+    """Yield a step of PyTorch's own tracing: what differs or fails here too is not Penstock's fault."""
+    module: Any = torch.compile(model, backend="aot_eager")
+    with plainly(module, 0, folder) as step:
         yield step
 
 
@@ -223,7 +229,7 @@ DOORS: dict[str, Door] = {
 """Doors that take a training loop. The fleet has its own loop: `in_fleet`."""
 PEERS = ("aot_eager",)
 """Doors that are not ours and take no budget: they run only if requested."""
-NAMES = (*(one for one in DOORS if one not in PEERS), "fleet")
+NAMES = (*(door for door in DOORS if door not in PEERS), "fleet")
 
 
 CLIP_NORM = 1.0
@@ -263,7 +269,7 @@ def plain_job(architecture: Architecture, steps: Schedule) -> tuple[fleet.Job, T
             nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
             optimizer.step()
             optimizer.zero_grad()
-            result.losses.append(np.asarray(sum(one.item() for one in parts), np.float32))
+            result.losses.append(np.asarray(sum(part.item() for part in parts), np.float32))
             parts = []
     result.state = _state(model)
     return job, result
@@ -278,7 +284,7 @@ def in_fleet(job: fleet.Job, budget_bytes: int) -> Training:
     if mine.error is not None:
         raise FleetFailure(mine.error)
     return Training(
-        losses=[np.asarray(one, np.float32) for one in mine.losses],
+        losses=[np.asarray(loss, np.float32) for loss in mine.losses],
         state=_state(mine.model()),
         peak_bytes=results.devices[0].measured_peak_bytes,
         first_s=time.perf_counter() - start_s,
@@ -286,7 +292,7 @@ def in_fleet(job: fleet.Job, budget_bytes: int) -> Training:
 
 
 class FleetFailure(Exception):
-    """A job of a fleet failed; the fleet keeps the text of its error alone."""
+    """The error of a failed job of a fleet, which keeps only the error's text."""
 
 
 def difference(expected: Training, actual: Training) -> float | None:
@@ -296,20 +302,20 @@ def difference(expected: Training, actual: Training) -> float | None:
         pairs += zip(mine, other, strict=True)
     if expected.state.keys() != actual.state.keys():
         return float("inf")
-    pairs += [(one, actual.state[name]) for name, one in expected.state.items()]
-    if all(_same_bits(one, other) for one, other in pairs):
+    pairs += [(tensor, actual.state[name]) for name, tensor in expected.state.items()]
+    if all(_same_bits(ours, other) for ours, other in pairs):
         return None
-    return max(_relative(one, other) for one, other in pairs)
+    return max(_relative(ours, other) for ours, other in pairs)
 
 
-def _same_bits(one: Array, other: Array) -> bool:
-    return (one.shape, one.dtype) == (other.shape, other.dtype) and one.tobytes() == other.tobytes()
+def _same_bits(ours: Array, other: Array) -> bool:
+    return (ours.shape, ours.dtype) == (other.shape, other.dtype) and ours.tobytes() == other.tobytes()
 
 
-def _relative(one: Array, other: Array) -> float:
-    if one.shape != other.shape or not one.size:
-        return 0.0 if one.shape == other.shape else float("inf")
-    mine, others = one.astype(np.float64), other.astype(np.float64)
+def _relative(ours: Array, other: Array) -> float:
+    if ours.shape != other.shape or not ours.size:
+        return 0.0 if ours.shape == other.shape else float("inf")
+    mine, others = ours.astype(np.float64), other.astype(np.float64)
     return float(np.abs(mine - others).max() / max(np.abs(mine).max(), 1e-6))
 
 
@@ -381,7 +387,7 @@ def _through(run: Run, expected: Training, control: float | None, budget_bytes: 
 
 
 def _said(caught: Sequence[warnings.WarningMessage]) -> str:
-    return " | ".join(str(one.message) for one in caught if issubclass(one.category, BudgetNotKeptWarning))
+    return " | ".join(str(warning.message) for warning in caught if issubclass(warning.category, BudgetNotKeptWarning))
 
 
 def _compared(expected: Training, result: Training, control: float | None) -> dict[str, Any]:
@@ -425,5 +431,5 @@ def _cause(error: BaseException) -> BaseException:
 
 def named_bytes(text: str) -> int | None:
     """Return the budget that a message names."""
-    found = _NAMED.search(text.replace(",", ""))
-    return int(found[1]) if found else None
+    match = _NAMED.search(text.replace(",", ""))
+    return int(match[1]) if match else None

@@ -1,8 +1,10 @@
-"""The schedule of many models on few devices, on a virtual clock with unit times measured on this machine.
+"""Makespans of twelve jobs on few devices, simulated from unit times measured on this machine.
 
 The setting of Hydra's paper: 12 jobs (6 learning rates x 2 batch sizes) of a GPT on 8 devices, each model cut into
 shards, with AdamW. Forward and backward of every shard are timed on one core; the links have the given bandwidths. All
 contenders use the same unit times, and ours also pays for its recomputation.
+
+Run it with ``python -m benchmarks.fleet --devices 8 --json fleet.json``.
 """
 
 import itertools
@@ -54,25 +56,27 @@ class _Beginning(nn.Module):
 def shards_of(model: GPT, num_shards: int) -> list[nn.Module]:
     """Return shards of consecutive layers, with the blocks spread evenly."""
     layers: list[nn.Module] = [_Beginning(model), *model.blocks, _Head(model)]
-    cuts = [round(at * len(layers) / num_shards) for at in range(num_shards + 1)]
+    cuts = [round(index * len(layers) / num_shards) for index in range(num_shards + 1)]
     return [nn.Sequential(*layers[begin:end]) for begin, end in itertools.pairwise(cuts)]
 
 
-def measured(batch: int, given: Any) -> tuple[fleet.ShardCost, ...]:
+def measured(batch: int, settings: Any) -> tuple[fleet.ShardCost, ...]:
     """Measure the costs of every shard of the benchmark's GPT on a batch."""
     torch.manual_seed(0)
-    model = GPT(num_layers=given.layers, width=given.width, num_heads=4, context=given.length).to(given.device)
-    x: torch.Tensor = torch.randint(256, (batch, given.length), device=given.device)
+    model = GPT(num_layers=settings.layers, width=settings.width, num_heads=4, context=settings.length).to(
+        settings.device
+    )
+    x: torch.Tensor = torch.randint(256, (batch, settings.length), device=settings.device)
     costs = []
-    for shard in shards_of(model, given.shards):
-        cost, x = _measure(shard, x, given.device)
+    for shard in shards_of(model, settings.shards):
+        cost, x = _measure(shard, x, settings.device)
         costs.append(cost)
     return tuple(costs)
 
 
 def _measure(shard: nn.Module, x: torch.Tensor, device: str) -> tuple[fleet.ShardCost, torch.Tensor]:
     saved: dict[int, int] = {}
-    known = {one.untyped_storage()._cdata for one in shard.parameters()}
+    known = {parameter.untyped_storage()._cdata for parameter in shard.parameters()}
 
     def save(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -86,7 +90,7 @@ def _measure(shard: nn.Module, x: torch.Tensor, device: str) -> tuple[fleet.Shar
     gradient = torch.ones_like(result)
     forward_s = _seconds(lambda: shard(x), device)
     both_s = _seconds(lambda: shard(x).backward(gradient), device)
-    parameter_bytes = sum(one.nbytes for one in shard.parameters())
+    parameter_bytes = sum(parameter.nbytes for parameter in shard.parameters())
     optimizer = torch.optim.AdamW(shard.parameters(), foreach=True)
     step_s = _seconds(optimizer.step, device)
     cost = fleet.ShardCost(
@@ -113,52 +117,52 @@ def _seconds(run: Callable[[], Any], device: str) -> float:
     return median(taken)
 
 
-def problem_of(costs: dict[int, tuple[fleet.ShardCost, ...]], given: Any, link: float) -> fleet.FleetProblem:
+def problem_of(costs: dict[int, tuple[fleet.ShardCost, ...]], settings: Any, link: float) -> fleet.FleetProblem:
     """Return the problem of 6 learning rates x 2 batch sizes; both batch sizes see the same number of samples."""
     largest = max(costs)
     jobs = tuple(
-        fleet.JobCost(name=f"batch {batch}, lr {rate}", shards=shards, num_steps=given.steps * largest // batch)
+        fleet.JobCost(name=f"batch {batch}, lr {rate}", shards=shards, num_steps=settings.steps * largest // batch)
         for batch, shards in costs.items()
         for rate in (1e-4, 3e-4, 6e-4, 1e-3, 3e-3, 6e-3)
     )
     most = max(unit.resident_bytes for job in jobs for unit in job.step_units)
     devices = tuple(
         fleet.DeviceCost(
-            name=f"device {at}",
+            name=f"device {index}",
             budget_bytes=2 * most,
             in_bandwidth_bytes_per_s=link,
             out_bandwidth_bytes_per_s=link,
         )
-        for at in range(given.devices)
+        for index in range(settings.devices)
     )
     return fleet.FleetProblem(jobs=jobs, devices=devices)
 
 
 def recomputing(problem: fleet.FleetProblem) -> fleet.FleetProblem:
     """Return the problem with every shard recomputed in backward."""
-    jobs = [replace(job, shards=tuple(replace(one, recomputes=True) for one in job.shards)) for job in problem.jobs]
+    jobs = [replace(job, shards=tuple(replace(shard, recomputes=True) for shard in job.shards)) for job in problem.jobs]
     return replace(problem, jobs=tuple(jobs))
 
 
 def cheapest(problem: fleet.FleetProblem) -> fleet.FleetProblem:
     """Return the problem with activations parked or recomputed, whichever ends the fleet sooner."""
     other = recomputing(problem)
-    ends = [fleet.simulate(one, records=False).makespan_s for one in (problem, other)]
+    ends = [fleet.simulate(setting, records=False).makespan_s for setting in (problem, other)]
     return problem if ends[0] <= ends[1] else other
 
 
 def contenders(problem: fleet.FleetProblem, ours: fleet.FleetProblem) -> dict[str, float]:
     """Return the makespan of each in seconds; ``ours`` has activations parked or recomputed, as is cheaper."""
-    found = {"Penstock": fleet.simulate(ours, records=False).makespan_s}
+    result = {"Penstock": fleet.simulate(ours, records=False).makespan_s}
     for name in ("sharded-lrtf", "fifo", "shortest-first", "random"):
-        found[f"scheduler {name}"] = fleet.simulate(ours, name, records=False).makespan_s  # type: ignore[arg-type]
-    found["no double buffer"] = fleet.simulate(ours, double_buffer=False, records=False).makespan_s
-    found["no SHARP"] = fleet.simulate(ours, sharp=False, records=False).makespan_s
-    found["always recompute (Hydra)"] = fleet.simulate(recomputing(problem), records=False).makespan_s
-    found["pipeline, 4 micro-batches"] = fleet.pipeline_s(problem, 4)
-    found["model parallelism"] = fleet.model_parallel_s(problem)
-    found["lower bound"] = fleet.lower_bound_s(ours)
-    return found
+        result[f"scheduler {name}"] = fleet.simulate(ours, name, records=False).makespan_s  # type: ignore[arg-type]
+    result["no double buffer"] = fleet.simulate(ours, double_buffer=False, records=False).makespan_s
+    result["no SHARP"] = fleet.simulate(ours, sharp=False, records=False).makespan_s
+    result["always recompute (Hydra)"] = fleet.simulate(recomputing(problem), records=False).makespan_s
+    result["pipeline, 4 micro-batches"] = fleet.pipeline_s(problem, 4)
+    result["model parallelism"] = fleet.model_parallel_s(problem)
+    result["lower bound"] = fleet.lower_bound_s(ours)
+    return result
 
 
 def draw(path: Path, problem: fleet.FleetProblem, schedule: fleet.Schedule) -> None:
@@ -178,16 +182,16 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     options.add_argument("--shards", type=int, default=8)
     options.add_argument("--devices", type=int, default=8)
     options.add_argument("--steps", type=int, default=100)
-    given = options.parse_args(arguments)
-    if given.quick:
-        given.layers, given.width, given.length, given.steps = 6, 64, 32, 5
+    settings = options.parse_args(arguments)
+    if settings.quick:
+        settings.layers, settings.width, settings.length, settings.steps = 6, 64, 32, 5
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    costs = {batch: measured(batch, given) for batch in (4, 8)}
+    costs = {batch: measured(batch, settings) for batch in (4, 8)}
     torch.set_num_threads(num_threads)
     rows: list[Row] = []
     for link in LINKS_BYTES_PER_S:
-        problem = problem_of(costs, given, link)
+        problem = problem_of(costs, settings, link)
         chosen = cheapest(problem)
         ends = contenders(problem, chosen)
         ours = ends["Penstock"]
@@ -195,7 +199,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         schedule = fleet.simulate(chosen)
         fleet.verify(chosen, schedule)
         show(
-            f"12 jobs on {given.devices} devices, {where}: devices compute {schedule.busy_share:.1%} of the time",
+            f"12 jobs on {settings.devices} devices, {where}: devices compute {schedule.busy_share:.1%} of the time",
             ["", "ends after", "over ours"],
             [[name, f"{end_s:.1f} s", f"{end_s / ours:.2f}"] for name, end_s in ends.items()],
         )
@@ -204,19 +208,23 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             for name, end_s in ends.items()
         ]
         rows.append(Row(name="Penstock", metric=f"busy, {where}", value=schedule.busy_share, unit=""))
-        if given.json and link == LINKS_BYTES_PER_S[-1]:
-            given.json.parent.mkdir(parents=True, exist_ok=True)
-            draw(given.json.with_suffix(".png"), chosen, schedule)
+        if settings.json and link == LINKS_BYTES_PER_S[-1]:
+            settings.json.parent.mkdir(parents=True, exist_ok=True)
+            draw(settings.json.with_suffix(".png"), chosen, schedule)
     rows += _large()
-    write(given.json, {name: getattr(given, name) for name in ("layers", "width", "length", "shards", "steps")}, rows)
+    write(
+        settings.json,
+        {name: getattr(settings, name) for name in ("layers", "width", "length", "shards", "steps")},
+        rows,
+    )
     return rows
 
 
 def _large() -> list[Row]:
     """Simulate 2,000 jobs on 256 devices."""
     shard = fleet.ShardCost(forward_s=1.0, backward_s=2.0)
-    jobs = tuple(fleet.JobCost(name=str(at), shards=(shard,) * 8, num_steps=3 + at % 6) for at in range(2000))
-    devices = tuple(fleet.DeviceCost(name=str(at)) for at in range(256))
+    jobs = tuple(fleet.JobCost(name=str(index), shards=(shard,) * 8, num_steps=3 + index % 6) for index in range(2000))
+    devices = tuple(fleet.DeviceCost(name=str(index)) for index in range(256))
     problem = fleet.FleetProblem(jobs=jobs, devices=devices)
     start_s = time.perf_counter()
     schedule = fleet.simulate(problem, records=False)

@@ -4,6 +4,8 @@ Each trial trains four small jobs on two devices, none of which holds a whole mo
 process at a random moment. Checked each time: nothing hangs, no job but the one that was hit is affected, and every
 loss equals that of the plain loop, after as many resumes as it takes. Long: outside CI. ``--quick`` runs one trial of
 each kind.
+
+Run it with ``python -m benchmarks.fleet_faults --trials 100 --disk /nvme``.
 """
 
 import os
@@ -86,7 +88,7 @@ def killed(run_dir: Path, choices: random.Random, least: int) -> tuple[fleet.Res
 
 
 def wait_for_progress(run_dir: Path, child: "subprocess.Popen[bytes]") -> None:
-    """Until the child writes something in the run's folder: before that there is nothing to lose."""
+    """Wait until the child writes something in the run's folder: before that there is nothing to lose."""
     start_s, deadline_s = time.time(), time.monotonic() + HANG_S
     while child.poll() is None:
         if any(path.stat().st_mtime >= start_s for path in run_dir.glob("jobs/*/metrics.jsonl")):
@@ -96,7 +98,7 @@ def wait_for_progress(run_dir: Path, child: "subprocess.Popen[bytes]") -> None:
 
 
 def trial(kind: str, choices: random.Random, run_dir: Path, least_kills: int) -> tuple[fleet.Results, str, int]:
-    """The results, the job that may have failed, and how many faults there were."""
+    """Run a trial; return the results, the name of the job that may have failed, and the number of faults."""
     hit, step = choices.choice(NAMES), choices.randrange(STEPS)
     if kind == "kill":
         results, num_kills = killed(run_dir, choices, least_kills)
@@ -114,11 +116,11 @@ def with_full_disk(run_dir: Path, after: int) -> fleet.Results:
 
     original, calls = _checkpoint.save_file, Counter[str]()
 
-    def save(*given: Any) -> None:
+    def save(*arguments: Any) -> None:
         calls["files"] += 1
         if after <= calls["files"] < after + 25:
             raise OSError(28, "No space left on device")
-        original(*given)
+        original(*arguments)
 
     _checkpoint.save_file = save
     try:
@@ -130,23 +132,23 @@ def with_full_disk(run_dir: Path, after: int) -> fleet.Results:
 def check(results: fleet.Results, may_fail: str, expected: dict[str, list[float]]) -> list[str]:
     """Return what is wrong, in words."""
     wrong = []
-    for name, one in results.items():
-        losses = list(one.losses)
+    for name, result in results.items():
+        losses = list(result.losses)
         if losses != expected[name][: len(losses)]:
             wrong.append(f"job {name} has other losses")
-        if one.state is JobState.FAILED and may_fail not in (name, "any"):
-            wrong.append(f"job {name} was not hit and failed: {one.error}")
-        if one.state not in (JobState.DONE, JobState.FAILED):
-            wrong.append(f"job {name} is {one.state.value}")
-        if one.state is JobState.DONE and len(losses) != STEPS:
+        if result.state is JobState.FAILED and may_fail not in (name, "any"):
+            wrong.append(f"job {name} was not hit and failed: {result.error}")
+        if result.state not in (JobState.DONE, JobState.FAILED):
+            wrong.append(f"job {name} is {result.state.value}")
+        if result.state is JobState.DONE and len(losses) != STEPS:
             wrong.append(f"job {name} is done after {len(losses)} steps")
     return wrong
 
 
-def within_time(call: Any, *given: Any) -> Any:
-    """The result of a call that must not hang."""
+def within_time(call: Any, *arguments: Any) -> Any:
+    """Call a function that must not hang, and return its result."""
     box: list[Any] = []
-    thread = threading.Thread(target=lambda: box.append(call(*given)), daemon=True)
+    thread = threading.Thread(target=lambda: box.append(call(*arguments)), daemon=True)
     thread.start()
     thread.join(HANG_S)
     if not box:
@@ -159,24 +161,26 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     options.add_argument("--trials", type=int, default=100)
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--child", type=Path)
-    given = options.parse_args(arguments)
+    settings = options.parse_args(arguments)
     torch.set_num_threads(1)
-    if given.child is not None:
-        run(given.child, Harm())
+    if settings.child is not None:
+        run(settings.child, Harm())
         return []
     warnings.simplefilter("ignore")
-    kinds = KINDS if given.quick else [KINDS[at % len(KINDS)] for at in range(given.trials)]
+    kinds = KINDS if settings.quick else [KINDS[index % len(KINDS)] for index in range(settings.trials)]
     expected = {name: train_plainly(job_of(name, Harm()), "cpu", STEPS - 1)[0] for name in NAMES}
     faults, wrong, failed = Counter[str](), Counter[str](), Counter[str]()
     for number, kind in enumerate(kinds):
-        choices = random.Random(given.seed * 1_000_003 + number)
-        with tempfile.TemporaryDirectory(dir=given.disk) as folder:
-            results, may_fail, count = within_time(trial, kind, choices, Path(folder) / "run", 1 if given.quick else 3)
+        choices = random.Random(settings.seed * 1_000_003 + number)
+        with tempfile.TemporaryDirectory(dir=settings.disk) as folder:
+            results, may_fail, count = within_time(
+                trial, kind, choices, Path(folder) / "run", 1 if settings.quick else 3
+            )
             problems = check(results, may_fail, expected)
             resumed = within_time(run, Path(folder) / "run", Harm()) if kind == "full disk of checkpoints" else results
             problems += check(resumed, may_fail, expected)
         faults[kind] += count
-        failed[kind] += sum(one.state is JobState.FAILED for one in results.values())
+        failed[kind] += sum(result.state is JobState.FAILED for result in results.values())
         wrong[kind] += bool(problems)
         print(f"trial {number + 1} of {len(kinds)}, {kind}: {'; '.join(problems) or 'as it should be'}", flush=True)
     table = [[kind, str(faults[kind]), str(failed[kind]), str(wrong[kind])] for kind in KINDS]
@@ -184,7 +188,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     rows = [Row(name=kind, metric="faults", value=faults[kind], unit="") for kind in KINDS]
     rows += [Row(name=kind, metric="jobs that failed", value=failed[kind], unit="") for kind in KINDS]
     rows += [Row(name=kind, metric=WRONG, value=wrong[kind], unit="") for kind in KINDS]
-    write(given.json, {"trials": len(kinds), "seed": given.seed, "steps": STEPS}, rows)
+    write(settings.json, {"trials": len(kinds), "seed": settings.seed, "steps": STEPS}, rows)
     return rows
 
 

@@ -1,4 +1,4 @@
-"""The jobs that fleets are measured with: GPTs on tinyshakespeare and Hugging Face's ViT, at any size."""
+"""Jobs for the measurements of fleets: GPTs on tinyshakespeare and Hugging Face's ViT, at any size."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,19 +23,19 @@ def text_file() -> Path:
     return data_folder() / "tinyshakespeare" / "input.txt"
 
 
-def make_model(given: Any) -> nn.Module:
-    """``forward`` of two tensors of a batch gives the loss."""
-    heads = max(1, given.width // 64)
-    if given.model == "gpt":
-        return GPT(num_layers=given.layers, width=given.width, num_heads=heads, context=given.length)
+def make_model(settings: Any) -> nn.Module:
+    """Make a model whose ``forward`` takes the two tensors of a batch and returns the loss."""
+    heads = max(1, settings.width // 64)
+    if settings.model == "gpt":
+        return GPT(num_layers=settings.layers, width=settings.width, num_heads=heads, context=settings.length)
     import transformers
 
     config = transformers.ViTConfig(
-        hidden_size=given.width,
-        num_hidden_layers=given.layers,
+        hidden_size=settings.width,
+        num_hidden_layers=settings.layers,
         num_attention_heads=heads,
-        intermediate_size=4 * given.width,
-        image_size=image_size(given.length),
+        intermediate_size=4 * settings.width,
+        image_size=image_size(settings.length),
         patch_size=PATCH,
         num_labels=NUM_CLASSES,
     )
@@ -43,19 +43,19 @@ def make_model(given: Any) -> nn.Module:
 
 
 def image_size(length: int) -> int:
-    """Pixels a side of a square image with about ``length`` patches."""
+    """Return the pixels per side of a square image with about ``length`` patches."""
     return PATCH * round(length**0.5)
 
 
-def batches(given: Any, batch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The same every time."""
-    if given.model == "gpt":
-        return texts(batch, given.length, NUM_BATCHES)
-    return images(batch, image_size(given.length), NUM_BATCHES)
+def batches(settings: Any, batch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield mini-batches, the same at every call."""
+    if settings.model == "gpt":
+        return texts(batch, settings.length, NUM_BATCHES)
+    return images(batch, image_size(settings.length), NUM_BATCHES)
 
 
 def texts(batch: int, length: int, num_batches: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Random places of the text, or of bytes in order where it is missing, and what follows each character."""
+    """Yield random places of the text (counting bytes if the file is missing), with each next character as target."""
     generator = torch.Generator().manual_seed(0)
     text = text_file()
     raw = text.read_bytes() if text.is_file() else bytes(range(256)) * 4096
@@ -67,7 +67,7 @@ def texts(batch: int, length: int, num_batches: int) -> Iterator[tuple[torch.Ten
 
 
 def images(batch: int, size: int, num_batches: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Noise that is brighter the higher the class, and the class."""
+    """Yield noise that is brighter the higher the class, with the class as target."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(num_batches):
         classes = torch.randint(NUM_CLASSES, (batch,), generator=generator)
@@ -75,28 +75,30 @@ def images(batch: int, size: int, num_batches: int) -> Iterator[tuple[torch.Tens
         yield noise + classes.view(-1, 1, 1, 1) / NUM_CLASSES, classes
 
 
-def make_job(given: Any, rate: float, batch: int, steps: int) -> fleet.Job:
+def make_job(settings: Any, rate: float, batch: int, steps: int) -> fleet.Job:
     return fleet.Job(
         name=f"lr={rate} batch={batch}",
-        model=lambda: make_model(given),
-        data=lambda: list(batches(given, batch)),
-        loss=lambda model, one: model(*one),
+        model=lambda: make_model(settings),
+        data=lambda: list(batches(settings, batch)),
+        loss=lambda model, batch: model(*batch),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=rate, foreach=False),
         steps=steps,
         tags={"lr": rate, "batch": batch},
     )
 
 
-def jobs_of(given: Any, num_jobs: int, steps: int) -> list[fleet.Job]:
-    """Learning rates x batch sizes; all see about as many samples: half the batch, twice the steps."""
-    made = [
-        make_job(given, rate, batch, steps * given.batches[-1] // batch) for batch in given.batches for rate in RATES
+def jobs_of(settings: Any, num_jobs: int, steps: int) -> list[fleet.Job]:
+    """Return jobs of all learning rates and batch sizes, with about as many samples for each."""
+    result = [
+        make_job(settings, rate, batch, steps * settings.batches[-1] // batch)
+        for batch in settings.batches
+        for rate in RATES
     ]
-    return made[:: max(1, len(made) // num_jobs)][:num_jobs]
+    return result[:: max(1, len(result) // num_jobs)][:num_jobs]
 
 
-def state_bytes(given: Any) -> int:
-    """Parameters, gradients and AdamW's state of one model."""
+def state_bytes(settings: Any) -> int:
+    """Return the bytes of one model's parameters, gradients and AdamW state."""
     with torch.device("meta"):
-        model = make_model(given)
-    return 4 * sum(one.nbytes for one in model.parameters())
+        model = make_model(settings)
+    return 4 * sum(parameter.nbytes for parameter in model.parameters())

@@ -31,26 +31,26 @@ RATE = 3e-4
 Step = Callable[[tuple[torch.Tensor, ...]], None]
 
 
-def throughput(given: Any, kind: str, steps: int, moved: tuple[int, int] = (0, 0)) -> float:
+def throughput(settings: Any, kind: str, steps: int, moved: tuple[int, int] = (0, 0)) -> float:
     """Return the samples per second of all processes of the peer ``kind`` together.
 
     ``moved``: bytes out and in per sample that each moves beside its steps, in vain.
     """
-    num_processes = 1 if kind == "one" else given.devices
+    num_processes = 1 if kind == "one" else settings.devices
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [kind, str(steps)]
-    command += [f"--{name}={getattr(given, name)}" for name in ("model", "layers", "width", "length", "disk")]
-    command += ["--batches", *map(str, given.batches), "--moved", *map(str, moved)]
+    command += [f"--{name}={getattr(settings, name)}" for name in ("model", "layers", "width", "length", "disk")]
+    command += ["--batches", *map(str, settings.batches), "--moved", *map(str, moved)]
     common = {"WORLD_SIZE": str(num_processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     children = [Forked(main, command, more={**common, "RANK": str(rank)}) for rank in range(num_processes)]
     if sum(child.wait() != 0 for child in children):
         raise RuntimeError(f"the peer {kind!r} failed:\n{''.join(line for child in children for line in child.said)}")
-    found = [json.loads(next(line for line in reversed(child.said) if line.startswith("{"))) for child in children]
+    result = [json.loads(next(line for line in reversed(child.said) if line.startswith("{"))) for child in children]
     if kind in ("pipeline", "fsdp"):  # one training by all of them
-        return float(found[0]["samples"] / max(one["seconds"] for one in found))
-    return float(sum(one["samples"] / one["seconds"] for one in found))
+        return float(result[0]["samples"] / max(child_result["seconds"] for child_result in result))
+    return float(sum(child_result["samples"] / child_result["seconds"] for child_result in result))
 
 
 class Traffic:
@@ -63,18 +63,18 @@ class Traffic:
             for _ in range(max(1, out_bytes // PIECE_BYTES))
         ]
         self._pieces = pieces
-        self._below = [self._waterfall.park(pieces[at % len(pieces)]) for at in range(in_bytes // PIECE_BYTES)]
+        self._below = [self._waterfall.park(pieces[index % len(pieces)]) for index in range(in_bytes // PIECE_BYTES)]
         self._leaving: list[Handle] = []
         self._waterfall.drain()
 
     def begin(self) -> None:
-        """Both lanes have the step's bytes to move from here on."""
-        self._leaving = [self._waterfall.park(one) for one in self._pieces]
+        """Start moving the step's bytes on both lanes."""
+        self._leaving = [self._waterfall.park(piece) for piece in self._pieces]
         for handle in self._below:
             handle.prefetch()
 
     def end(self) -> None:
-        """Waits for them."""
+        """Wait until the lanes have moved the step's bytes."""
         for handle in self._leaving:
             handle.finish_out()
             handle.release()
@@ -85,7 +85,7 @@ class Traffic:
 def train_plainly(
     job: fleet.Job, device: str, steps: int, traffic: Traffic | None = None
 ) -> tuple[list[float], float, int]:
-    """Losses, seconds and samples of the loop that everybody writes, after one step to warm up."""
+    """Train in a plain PyTorch loop; return losses, seconds and samples, counted after one step to warm up."""
     torch.manual_seed(job.seed)
     model = job.model().to(device)
     optimizer = job.optimizer(list(model.parameters()))
@@ -95,7 +95,7 @@ def train_plainly(
             start_s = time.perf_counter()
         if traffic is not None:
             traffic.begin()
-        loss = job.loss(model, tuple(one.to(device) for one in batch))
+        loss = job.loss(model, tuple(part.to(device) for part in batch))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -117,7 +117,7 @@ class Stage(nn.Module):
         self.last = nn.Sequential(*([model.norm, model.head] if rank == num_stages - 1 else []))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Tokens, or ``[batch, length, width]``, to the same or to scores."""
+        """Compute this stage: tokens or ``[batch, length, width]`` in, the same shape or scores out."""
         if len(self.first):
             token, position = self.first
             x = token(x) + position(torch.arange(x.shape[1], device=x.device))
@@ -127,22 +127,22 @@ class Stage(nn.Module):
         return scores
 
 
-def pipeline_step(given: Any, batch: int) -> Step:
-    """A step of GPipe's schedule."""
+def pipeline_step(settings: Any, batch: int) -> Step:
+    """Return a step of GPipe's schedule."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-    if given.model != "gpt":
+    if settings.model != "gpt":
         raise ValueError("the pipeline's stages are cut for --model gpt only")
     rank, size = distributed.get_rank(), distributed.get_world_size()
-    model = make_model(given)
+    model = make_model(settings)
     assert isinstance(model, GPT)
     module = Stage(model, rank, size)
     optimizer = torch.optim.AdamW(module.parameters(), lr=RATE, foreach=False)
     stage = PipelineStage(module, rank, size, torch.device("cpu"))
     schedule = ScheduleGPipe(stage, min(NUM_MICRO_BATCHES, batch), loss_fn=_cross_entropy)
 
-    def step(one: tuple[torch.Tensor, ...]) -> None:
-        tokens, targets = one
+    def step(inputs: tuple[torch.Tensor, ...]) -> None:
+        tokens, targets = inputs
         schedule.step(*([tokens] if rank == 0 else []), target=targets if rank == size - 1 else None)
         optimizer.step()
         optimizer.zero_grad()
@@ -150,12 +150,12 @@ def pipeline_step(given: Any, batch: int) -> Step:
     return step
 
 
-def fsdp_step(given: Any, batch: int) -> Step:
-    """A step of FSDP2, every block a unit."""
+def fsdp_step(settings: Any, batch: int) -> Step:
+    """Return a step of FSDP2, with each block as a unit."""
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
     rank, size = distributed.get_rank(), distributed.get_world_size()
-    model, policy = make_model(given), CPUOffloadPolicy(pin_memory=given.device == "cuda")
+    model, policy = make_model(settings), CPUOffloadPolicy(pin_memory=settings.device == "cuda")
     mesh = distributed.init_device_mesh("cpu", (size,))
     for module in model.modules():
         if type(module).__name__ in ("Block", "ViTLayer"):
@@ -164,8 +164,8 @@ def fsdp_step(given: Any, batch: int) -> Step:
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, foreach=False)
     share = batch // size
 
-    def step(one: tuple[torch.Tensor, ...]) -> None:
-        model(*(part[rank * share : (rank + 1) * share] for part in one)).backward()
+    def step(inputs: tuple[torch.Tensor, ...]) -> None:
+        model(*(part[rank * share : (rank + 1) * share] for part in inputs)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -176,21 +176,21 @@ def _cross_entropy(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
 
 
-def train_together(given: Any, make: Callable[[Any, int], Step], batch: int, steps: int) -> tuple[float, int]:
-    """Seconds and samples of ``steps`` steps, after one to warm up."""
+def train_together(settings: Any, make: Callable[[Any, int], Step], batch: int, steps: int) -> tuple[float, int]:
+    """Return the seconds and samples of ``steps`` steps, counted after one to warm up."""
     torch.manual_seed(0)
-    step, start_s = make(given, batch), 0.0
-    for number, one in zip(range(steps + 1), batches(given, batch), strict=False):
+    step, start_s = make(settings, batch), 0.0
+    for number, inputs in zip(range(steps + 1), batches(settings, batch), strict=False):
         if number == 1:
             distributed.barrier()
             start_s = time.perf_counter()
-        step(one)
+        step(inputs)
     distributed.barrier()
     return time.perf_counter() - start_s, steps * batch
 
 
 def main(arguments: list[str]) -> None:
-    """One process of a peer: half of its samples in small batches, half in large ones, as the fleet's jobs."""
+    """Run one process of a peer: half of its samples in small batches and half in large ones, as the fleet's jobs."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("kind", choices=["plain", "one", "pipeline", "fsdp"])
     options.add_argument("steps", type=int)
@@ -200,22 +200,22 @@ def main(arguments: list[str]) -> None:
     options.add_argument("--disk", type=Path)
     options.add_argument("--batches", type=int, nargs="+")
     options.add_argument("--moved", type=int, nargs=2, default=(0, 0))
-    given = options.parse_args(arguments)
-    given.device = "cpu"
+    settings = options.parse_args(arguments)
+    settings.device = "cpu"
     torch.set_num_threads(1)
     samples, seconds = 0, 0.0
-    if given.kind in ("pipeline", "fsdp"):
+    if settings.kind in ("pipeline", "fsdp"):
         distributed.init_process_group("gloo")
-    for batch in given.batches:
-        steps = given.steps * given.batches[-1] // batch
-        if given.kind in ("pipeline", "fsdp"):
+    for batch in settings.batches:
+        steps = settings.steps * settings.batches[-1] // batch
+        if settings.kind in ("pipeline", "fsdp"):
             taken_s, count = train_together(
-                given, pipeline_step if given.kind == "pipeline" else fsdp_step, batch, steps
+                settings, pipeline_step if settings.kind == "pipeline" else fsdp_step, batch, steps
             )
         else:
-            out_bytes, in_bytes = (one * batch for one in given.moved)
-            traffic = Traffic(given.disk, out_bytes, in_bytes) if out_bytes + in_bytes else None
-            _, taken_s, count = train_plainly(make_job(given, RATE, batch, 1), "cpu", steps, traffic)
+            out_bytes, in_bytes = (moved_gib * batch for moved_gib in settings.moved)
+            traffic = Traffic(settings.disk, out_bytes, in_bytes) if out_bytes + in_bytes else None
+            _, taken_s, count = train_plainly(make_job(settings, RATE, batch, 1), "cpu", steps, traffic)
         samples, seconds = samples + count, seconds + taken_s
     if distributed.is_initialized():
         distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Twelve jobs, each several times a device's budget, against other ways to train them, and with parts switched off.
+"""Throughput of a fleet of twelve jobs, each several times a device's budget, against other ways to train them.
 
 The setting of Hydra's paper, scaled to this machine: 6 learning rates x 2 batch sizes, AdamW. Devices are CPU threads
 of one core each, or CUDA devices under a cap; offloaded bytes go to a disk, or to host memory and a disk. Peers run in
@@ -7,6 +7,8 @@ on its own core (what two devices could reach if everything fitted); the same wi
 the fleet moves (on a CPU lanes take cores, caches and memory bandwidth from the computation, which a GPU's copy engines
 do not); one model at a time, on one device after the other; a pipeline; FSDP2 with CPU offload
 (benchmarks/fleet_peers.py).
+
+Run it with ``python -m benchmarks.fleet_training --disk /nvme --json fleet.json``.
 """
 
 import multiprocessing
@@ -34,127 +36,142 @@ WARM_BATCHES = 2
 class Run:
     """A fleet's run, measured while all devices had work."""
 
-    def __init__(self, given: Any, jobs: list[fleet.Job], **options: Any):
-        options = {"host": given.host, "disk": given.disk, "progress": None, **options}
-        with fleet.Fleet(devices_of(given), given.budget, **options) as made:
+    def __init__(self, settings: Any, jobs: list[fleet.Job], **options: Any):
+        options = {"host": settings.host, "disk": settings.disk, "progress": None, **options}
+        with fleet.Fleet(devices_of(settings), settings.budget, **options) as running:
             for job in jobs:
-                made.add(job)
-            results = made.wait()
-            self.records = made.records
+                running.add(job)
+            results = running.wait()
+            self.records = running.records
         self.devices = results.devices
-        self.losses = {name: one.losses for name, one in results.items()}
-        failed = [one for one in results.values() if one.state is not fleet.JobState.DONE]
+        self.losses = {name: result.losses for name, result in results.items()}
+        failed = [result for result in results.values() if result.state is not fleet.JobState.DONE]
         if failed:
             raise RuntimeError(f"{failed[0].name}: {failed[0].error}")
         by_device: dict[int, list[fleet.UnitRecord]] = defaultdict(list)
         for record in self.records:
             by_device[record.device].append(record)
-        self.begin_s = max(min(one.start_s for one in records) for records in by_device.values())
-        self.end_s = min(max(one.end_s for one in records) for records in by_device.values())
+        self.begin_s = max(min(record.start_s for record in records) for records in by_device.values())
+        self.end_s = min(max(record.end_s for record in records) for records in by_device.values())
         if self.end_s <= self.begin_s:  # one device had ended before the other began
-            self.begin_s = min(one.start_s for one in self.records)
-            self.end_s = max(one.end_s for one in self.records)
+            self.begin_s = min(record.start_s for record in self.records)
+            self.end_s = max(record.end_s for record in self.records)
         batch_of = {job.name: job.tags["batch"] for job in jobs}
-        inside = [one for one in self.records if self.begin_s <= one.start_s and one.end_s <= self.end_s]
+        inside = [record for record in self.records if self.begin_s <= record.start_s and record.end_s <= self.end_s]
         num_units = {name: units_of_a_batch(self.records, name) for name in batch_of}
-        samples = sum(batch_of[one.job] / num_units[one.job] for one in inside)
+        samples = sum(batch_of[unit.job] / num_units[unit.job] for unit in inside)
         span_s = self.end_s - self.begin_s
         self.samples_per_s = samples / span_s
         warm = self._warm_units(num_units)
-        warm_samples = sum(batch_of[one.job] / num_units[one.job] for one in warm)
-        self.warm_samples_per_s = warm_samples / sum(one.end_s - one.start_s for one in warm) * len(by_device)
+        warm_samples = sum(batch_of[unit.job] / num_units[unit.job] for unit in warm)
+        self.warm_samples_per_s = warm_samples / sum(unit.end_s - unit.start_s for unit in warm) * len(by_device)
         """Samples per second without the first mini-batches of each job."""
         total_s = span_s * len(by_device)
-        self.stall_share = sum(one.stall_s for one in inside) / total_s
-        self.recompute_share = sum(one.recompute_s for one in inside) / total_s
-        computes_s = sum(one.end_s - one.start_s - one.stall_s for one in inside)
+        self.stall_share = sum(unit.stall_s for unit in inside) / total_s
+        self.recompute_share = sum(unit.recompute_s for unit in inside) / total_s
+        computes_s = sum(unit.end_s - unit.start_s - unit.stall_s for unit in inside)
         self.useful_share = computes_s / total_s - self.recompute_share
-        self.stall_s = sum(one.stall_s for one in inside)
-        devices, all_samples = self.devices, sum(batch_of[one.job] / num_units[one.job] for one in self.records)
+        self.stall_s = sum(unit.stall_s for unit in inside)
+        devices, all_samples = (
+            self.devices,
+            sum(batch_of[record.job] / num_units[record.job] for record in self.records),
+        )
         self.moved = (
-            int(sum(one.parked_bytes for one in devices) / all_samples),
-            int(sum(one.fetched_bytes for one in devices) / all_samples),
+            int(sum(device.parked_bytes for device in devices) / all_samples),
+            int(sum(device.fetched_bytes for device in devices) / all_samples),
         )
         """Bytes copied out and in per sample."""
 
     def _warm_units(self, num_units: dict[str, int]) -> list[fleet.UnitRecord]:
         by_job: dict[str, list[fleet.UnitRecord]] = defaultdict(list)
-        for one in sorted(self.records, key=lambda record: record.start_s):
-            by_job[one.job].append(one)
-        warm = [one for job, units in by_job.items() for one in units[WARM_BATCHES * num_units[job] :]]
+        for entry in sorted(self.records, key=lambda record: record.start_s):
+            by_job[entry.job].append(entry)
+        warm = [unit for job, units in by_job.items() for unit in units[WARM_BATCHES * num_units[job] :]]
         return warm or self.records
 
 
 def units_of_a_batch(records: list[fleet.UnitRecord], job: str) -> int:
     """Return the number of units per mini-batch of a job: forward of all shards but the last, and backward of all."""
-    num_shards = 1 + max(one.shard for one in records if one.job == job)
+    num_shards = 1 + max(record.shard for record in records if record.job == job)
     return 2 * num_shards - 1
 
 
-def devices_of(given: Any) -> list[fleet.Device]:
-    if given.device == "cuda":
-        return [fleet.Device(name=f"cuda:{at}") for at in range(torch.cuda.device_count())]
-    return [fleet.Device(name="cpu", threads=1) for _ in range(given.devices)]
+def devices_of(settings: Any) -> list[fleet.Device]:
+    if settings.device == "cuda":
+        return [fleet.Device(name=f"cuda:{index}") for index in range(torch.cuda.device_count())]
+    return [fleet.Device(name="cpu", threads=1) for _ in range(settings.devices)]
 
 
-def rounds_of(given: Any, rows: list[Row]) -> None:
+def rounds_of(settings: Any, rows: list[Row]) -> None:
     """Run the fleet and its peers in alternation."""
     ours, warm, shares = [], [], []
     theirs: dict[str, list[float]] = defaultdict(list)
-    side_by_side = f"{given.devices} plain trainings side by side"
+    side_by_side = f"{settings.devices} plain trainings side by side"
     moving = f"{side_by_side}, each beside as many bytes moved"
     others = {"one model at a time": "one", "FSDP2 with CPU offload": "fsdp"}
-    if given.model == "gpt":
+    if settings.model == "gpt":
         others["pipeline, 4 micro-batches"] = "pipeline"
-    for number in range(given.rounds):
-        before = throughput(given, "plain", given.steps)
-        run = Run(given, jobs_of(given, given.jobs, given.steps))
-        after = before if given.quick else throughput(given, "plain", given.steps)
+    for number in range(settings.rounds):
+        before = throughput(settings, "plain", settings.steps)
+        run = Run(settings, jobs_of(settings, settings.jobs, settings.steps))
+        after = before if settings.quick else throughput(settings, "plain", settings.steps)
         ours.append(run.samples_per_s)
         warm.append(run.warm_samples_per_s)
         theirs[side_by_side].append((before + after) / 2)
-        theirs[moving].append(throughput(given, "plain", given.steps, run.moved))
+        theirs[moving].append(throughput(settings, "plain", settings.steps, run.moved))
         for name, kind in others.items():
-            theirs[name].append(throughput(given, kind, max(1, given.steps // 2)))
+            theirs[name].append(throughput(settings, kind, max(1, settings.steps // 2)))
         shares.append((run.useful_share, run.stall_share, run.recompute_share))
         print(
             f"round {number + 1}: fleet {ours[-1]:.2f} samples/s ({warm[-1]:.2f} once warm), "
-            + ", ".join(f"{name} {found[-1]:.2f}" for name, found in theirs.items())
+            + ", ".join(f"{name} {result[-1]:.2f}" for name, result in theirs.items())
             + f" ({before:.2f} before, {after:.2f} after); useful {shares[-1][0]:.1%}, stalls {shares[-1][1]:.1%}, "
             f"recomputes {shares[-1][2]:.1%}",
             flush=True,
         )
     rows.append(Row(name="fleet", metric="throughput", value=median(ours), unit="samples/s"))
     rows.append(Row(name="fleet", metric="throughput once warm", value=median(warm), unit="samples/s"))
-    for name, found in theirs.items():
-        middle, low, high = paired_ratio(ours, found)
+    for name, result in theirs.items():
+        middle, low, high = paired_ratio(ours, result)
         rows += [
-            Row(name=name, metric="throughput", value=median(found), unit="samples/s"),
+            Row(name=name, metric="throughput", value=median(result), unit="samples/s"),
             Row(name="fleet", metric="throughput over a peer's", value=middle, unit="", peer=name, ratio=middle),
             Row(name="fleet", metric="the same, 95% low", value=low, unit="", peer=name),
             Row(name="fleet", metric="the same, 95% high", value=high, unit="", peer=name),
-            Row(name="fleet", metric="throughput once warm over a peer's", value=paired_ratio(warm, found)[0], unit="",
+            Row(name="fleet", metric="throughput once warm over a peer's", value=paired_ratio(warm, result)[0], unit="",
                 peer=name),
         ]  # fmt: skip
-        print(f"throughput over {name}: {middle:.3f} [{low:.3f}, {high:.3f}]; warm {paired_ratio(warm, found)[0]:.3f}")
-    for at, name in enumerate(("useful computation", "stalls", "recomputation")):
-        rows.append(Row(name="fleet", metric=name, value=median(one[at] for one in shares), unit="of the time"))
+        print(f"throughput over {name}: {middle:.3f} [{low:.3f}, {high:.3f}]; warm {paired_ratio(warm, result)[0]:.3f}")
+    for index, name in enumerate(("useful computation", "stalls", "recomputation")):
+        rows.append(Row(name="fleet", metric=name, value=median(share[index] for share in shares), unit="of the time"))
     statistics = run.devices
     rows += [
-        Row(name="fleet", metric="peak", value=max(one.peak_bytes for one in statistics), unit="bytes"),
+        Row(name="fleet", metric="peak", value=max(device.peak_bytes for device in statistics), unit="bytes"),
         Row(name="fleet", metric="budget", value=statistics[0].budget_bytes, unit="bytes"),
-        Row(name="fleet", metric="state of a model", value=state_bytes(given), unit="bytes"),
-        Row(name="fleet", metric="state over budget", value=state_bytes(given) / statistics[0].budget_bytes, unit=""),
-        Row(name="fleet", metric="moved in", value=sum(one.fetched_bytes for one in statistics), unit="bytes"),
-        Row(name="fleet", metric="moved out", value=sum(one.parked_bytes for one in statistics), unit="bytes"),
+        Row(name="fleet", metric="state of a model", value=state_bytes(settings), unit="bytes"),
+        Row(
+            name="fleet", metric="state over budget", value=state_bytes(settings) / statistics[0].budget_bytes, unit=""
+        ),
+        Row(
+            name="fleet",
+            metric="moved in",
+            value=sum(device.fetched_bytes for device in statistics),
+            unit="bytes",
+        ),
+        Row(
+            name="fleet",
+            metric="moved out",
+            value=sum(device.parked_bytes for device in statistics),
+            unit="bytes",
+        ),
     ]
-    if given.json:
-        draw(given.json, run)
+    if settings.json:
+        draw(settings.json, run)
 
 
-def ablations(given: Any, rows: list[Row]) -> None:
+def ablations(settings: Any, rows: list[Row]) -> None:
     """Measure the gain of each part: the same few jobs with one part switched off."""
-    jobs = jobs_of(given, min(4, given.jobs), max(1, given.steps // 2))
+    jobs = jobs_of(settings, min(4, settings.jobs), max(1, settings.steps // 2))
     off: dict[str, Callable[[], dict[str, Any]]] = {
         "all on": dict,
         "no double buffer": lambda: {"ablation": fleet.Ablation(double_buffer=False)},
@@ -169,15 +186,15 @@ def ablations(given: Any, rows: list[Row]) -> None:
         "host memory and disk": lambda: {"host": "512MiB"},
         "disk only": lambda: {"host": None},
     }
-    if given.quick:
+    if settings.quick:
         off = {name: off[name] for name in ("all on", "no double buffer")}
     table, first = [], 0.0
     for name, options in off.items():
         start_s = time.perf_counter()
-        run = Run(given, jobs, **options())
+        run = Run(settings, jobs, **options())
         wall_s = time.perf_counter() - start_s
         first = first or run.samples_per_s
-        moved = sum(one.fetched_bytes + one.parked_bytes for one in run.devices)
+        moved = sum(device.fetched_bytes + device.parked_bytes for device in run.devices)
         table.append(
             [name, f"{run.samples_per_s:.2f}", f"{run.samples_per_s / first:.3f}", f"{run.useful_share:.1%}",
              f"{run.stall_s:.1f} s", format_bytes(moved), f"{wall_s:.0f} s"]
@@ -193,19 +210,19 @@ def ablations(given: Any, rows: list[Row]) -> None:
     show("ablations", ["", "samples/s", "of all on", "useful", "stalls", "moved", "whole run"], table)
 
 
-def scaling(given: Any, rows: list[Row]) -> None:
+def scaling(settings: Any, rows: list[Row]) -> None:
     """Vary the number of jobs, the number of devices, and the size of a model, all with the same budget."""
     table = []
     cases = {f"{count} jobs": {"jobs": count} for count in (1, 2, 4, 8)}
-    cases |= {f"{count} devices": {"devices": count} for count in (1, 2) if given.device == "cpu"}
-    cases |= {f"{factor} x layers": {"layers": int(given.layers * factor)} for factor in (0.5, 1, 2)}
-    if given.quick:
+    cases |= {f"{count} devices": {"devices": count} for count in (1, 2) if settings.device == "cpu"}
+    cases |= {f"{factor} x layers": {"layers": int(settings.layers * factor)} for factor in (0.5, 1, 2)}
+    if settings.quick:
         cases = {"2 jobs": cases["2 jobs"]}
     for name, changes in cases.items():
-        one = SimpleNamespace(**{**vars(given), "jobs": 4, **changes})
-        run = Run(one, jobs_of(one, one.jobs, max(1, given.steps // 2)))
-        over = state_bytes(one) / parse_bytes(given.budget)
-        speed = run.samples_per_s * one.layers / given.layers
+        fewer = SimpleNamespace(**{**vars(settings), "jobs": 4, **changes})
+        run = Run(fewer, jobs_of(fewer, fewer.jobs, max(1, settings.steps // 2)))
+        over = state_bytes(fewer) / parse_bytes(settings.budget)
+        speed = run.samples_per_s * fewer.layers / settings.layers
         table.append([name, f"{over:.2f}", f"{run.samples_per_s:.2f}", f"{speed:.2f}", f"{run.useful_share:.1%}"])
         print(table[-1], flush=True)
         rows += [
@@ -217,16 +234,16 @@ def scaling(given: Any, rows: list[Row]) -> None:
     show("scaling", ["", "state/budget", "samples/s", "times layers", "useful"], table)
 
 
-def equality(given: Any, rows: list[Row]) -> None:
+def equality(settings: Any, rows: list[Row]) -> None:
     """Compare the losses of two concurrent jobs with the plain loop's, and measure the peak."""
-    jobs = jobs_of(given, 2, 3)
+    jobs = jobs_of(settings, 2, 3)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    expected = {job.name: train_plainly(job, given.device, (job.steps or 1) - 1)[0] for job in jobs}
+    expected = {job.name: train_plainly(job, settings.device, (job.steps or 1) - 1)[0] for job in jobs}
     torch.set_num_threads(num_threads)
-    run = Run(given, jobs, verify=True)
+    run = Run(settings, jobs, verify=True)
     is_equal = all(list(run.losses[name]) == losses for name, losses in expected.items())
-    measured = max(one.measured_peak_bytes for one in run.devices)
+    measured = max(device.measured_peak_bytes for device in run.devices)
     budget = run.devices[0].budget_bytes
     print(f"losses equal: {is_equal}; measured peak {format_bytes(measured)} of {format_bytes(budget)}", flush=True)
     rows.append(Row(name="fleet", metric="losses equal to plain training", value=is_equal, unit=""))
@@ -237,9 +254,11 @@ def draw(path: Path, run: Run) -> None:
     """Draw units per device in the middle of the run, and the losses."""
     middle_s = (run.begin_s + run.end_s) / 2
     rows: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
-    for one in sorted(run.records, key=lambda record: record.start_s):
-        if abs(one.start_s - middle_s) < 15:
-            rows[f"device {one.device}"].append((one.start_s + one.stall_s - middle_s, one.end_s - middle_s, one.job))
+    for entry in sorted(run.records, key=lambda record: record.start_s):
+        if abs(entry.start_s - middle_s) < 15:
+            rows[f"device {entry.device}"].append(
+                (entry.start_s + entry.stall_s - middle_s, entry.end_s - middle_s, entry.job)
+            )
     gantt(path.with_suffix(".units.png"), dict(sorted(rows.items())), title="which job is on which device")
     curves(path.with_suffix(".losses.png"), run.losses, title="losses")
 
@@ -258,27 +277,29 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     options.add_argument("--budget", help="bytes of a device; by default a model's state over 4.05")
     options.add_argument("--host", help="bytes of host memory below the devices; by default all goes to disk")
     options.add_argument("--part", action="append", choices=["equality", "rounds", "ablations", "scaling"])
-    given = options.parse_args(arguments)
-    if given.quick:
-        given.layers, given.width, given.length, given.budget, given.host = 2, 64, 32, "2304KiB", None
-        given.batches, given.jobs, given.steps, given.rounds = [8, 16], 2, 2, 1
-    given.budget = given.budget or int(state_bytes(given) / 4.05)
+    settings = options.parse_args(arguments)
+    if settings.quick:
+        settings.layers, settings.width, settings.length, settings.budget, settings.host = 2, 64, 32, "2304KiB", None
+        settings.batches, settings.jobs, settings.steps, settings.rounds = [8, 16], 2, 2, 1
+    settings.budget = settings.budget or int(state_bytes(settings) / 4.05)
     rows: list[Row] = []
-    share = state_bytes(given) / parse_bytes(given.budget)
-    print(f"a model's state: {format_bytes(state_bytes(given))}, {share:.2f} budgets")
+    share = state_bytes(settings) / parse_bytes(settings.budget)
+    print(f"a model's state: {format_bytes(state_bytes(settings))}, {share:.2f} budgets")
     parts = {"equality": equality, "rounds": rounds_of, "ablations": ablations, "scaling": scaling}
     for name, part in parts.items():
-        if name in (given.part or parts):
-            part(given, rows)
+        if name in (settings.part or parts):
+            part(settings, rows)
     names = ("model", "layers", "width", "length", "batches", "devices", "jobs", "steps", "rounds", "budget", "host")
     data = "images with planted classes"
-    if given.model == "gpt":
+    if settings.model == "gpt":
         data = (
             "tinyshakespeare"
             if text_file().is_file()
             else "bytes in order; tinyshakespeare was not beside the checkout"
         )
-    write(given.json, {"data": data, **{name: getattr(given, name) for name in names}}, rows, device=given.device)
+    write(
+        settings.json, {"data": data, **{name: getattr(settings, name) for name in names}}, rows, device=settings.device
+    )
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Processes of their own that need not import PyTorch again: forked from a server that has, and that does nothing else.
+"""Child processes that need not import PyTorch again, since they are forked from a server that has done so.
 
 What the server has imported is `multiprocessing.set_forkserver_preload`'s; a benchmark says it when it is run.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Forked:
-    """``call(*given)`` in a process that leads a group, with this process's environment and ``more`` of it.
+    """A call ``call(*arguments)`` in a process that leads a group, with this process's environment and ``more`` of it.
 
     Each line that it or a child of its own prints goes to ``heard``, in a thread; without that, into ``said``.
     """
@@ -22,7 +22,7 @@ class Forked:
     def __init__(
         self,
         call: Callable[..., object],
-        *given: Any,
+        *arguments: Any,
         more: Mapping[str, str] | None = None,
         heard: Callable[[str], object] | None = None,
     ):
@@ -30,14 +30,14 @@ class Forked:
         context = multiprocessing.get_context("forkserver")
         reader, writer = context.Pipe(duplex=False)
         environment = {**os.environ, **(more or {})}
-        self._process = context.Process(target=_run, args=(writer, os.getcwd(), environment, call, given))
+        self._process = context.Process(target=_run, args=(writer, os.getcwd(), environment, call, arguments))
         self._process.start()
         writer.close()
         self._listener = threading.Thread(target=_hear, args=(reader, heard or self.said.append))
         self._listener.start()
 
     def wait(self, limit_s: float | None = None) -> int | None:
-        """Its exit status when it has ended and all was heard; None where it had to be stopped, with its children."""
+        """Return the exit status once the process has ended; ``None`` if it and its children had to be stopped."""
         self._process.join(limit_s)
         status = self._process.exitcode
         if status is None:
@@ -57,7 +57,11 @@ def _hear(reader: Connection, heard: Callable[[str], object]) -> None:
 
 
 def _run(
-    writer: Connection, folder: str, environment: Mapping[str, str], call: Callable[..., object], given: tuple[Any, ...]
+    writer: Connection,
+    folder: str,
+    environment: Mapping[str, str],
+    call: Callable[..., object],
+    arguments: tuple[Any, ...],
 ) -> None:
     os.setsid()
     for number in (1, 2):
@@ -66,4 +70,4 @@ def _run(
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    call(*given)
+    call(*arguments)

@@ -47,9 +47,9 @@ def _sweep(name: str, text: str) -> Format:
     def read(folder: Path) -> Any:
         from penstock.cli._sweep import read_sweep
 
-        found = read_sweep(folder / name)
-        found.sweep.fleet.options()
-        return len(found.points)
+        result = read_sweep(folder / name)
+        result.sweep.fleet.options()
+        return len(result.points)
 
     return Format(name=f"sweep, {name}", make=lambda folder: _written(folder / name, text), read=read,
                   inside=in_json if name.endswith("json") else None)  # fmt: skip
@@ -78,18 +78,22 @@ def _written(path: Path, text: str | bytes) -> None:
 def _make_problem(folder: Path) -> None:
     operators = [
         remat.Operator(
-            name=f"op{at}", target="aten.mm", inputs=(at - 1,) if at else (), outputs=(at,), duration_s=0.1 + at
+            name=f"op{index}",
+            target="aten.mm",
+            inputs=(index - 1,) if index else (),
+            outputs=(index,),
+            duration_s=0.1 + index,
         )
-        for at in range(6)
+        for index in range(6)
     ]
     operators += [
-        remat.Operator(name=f"back{at}", target="aten.mm", inputs=(5 - at, *((6 + at - 1,) if at else ())),
-                       outputs=(6 + at,), duration_s=0.2)
-        for at in range(6)
+        remat.Operator(name=f"back{index}", target="aten.mm", inputs=(5 - index, *((6 + index - 1,) if index else ())),
+                       outputs=(6 + index,), duration_s=0.2)
+        for index in range(6)
     ]  # fmt: skip
     storages = tuple(
-        remat.Storage(name=f"s{at}", size_bytes=1024 * (1 + at % 3), producer=at, is_output=at in (5, 11))
-        for at in range(12)
+        remat.Storage(name=f"s{index}", size_bytes=1024 * (1 + index % 3), producer=index, is_output=index in (5, 11))
+        for index in range(12)
     )
     problem = remat.RematProblem(
         operators=tuple(operators), num_forward=6, storages=storages, static_bytes=100,
@@ -101,8 +105,8 @@ def _make_problem(folder: Path) -> None:
 def _read_problem(folder: Path) -> Any:
     problem = remat.RematProblem.load(folder / "problem.json")
     low = remat.smallest_budget_bytes(problem)
-    made = remat.plan(problem, 2**50)
-    remat.verify(problem, made)
+    plan = remat.plan(problem, 2**50)
+    remat.verify(problem, plan)
     remat.plan(problem, low)
     return None
 
@@ -144,7 +148,7 @@ def _make_triples(name: str) -> Callable[[Path], None]:
 
 
 def _ids(folder: Path) -> None:
-    _written(folder / "train2id.txt", "5\n" + "".join(f"{at} {at + 1} {at % 2}\n" for at in range(5)))
+    _written(folder / "train2id.txt", "5\n" + "".join(f"{index} {index + 1} {index % 2}\n" for index in range(5)))
 
 
 def _table() -> torch.Tensor:
@@ -189,7 +193,7 @@ def job(name: str = "job", steps: int = 4) -> fleet.Job:
         name=name, model=lambda: nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.2), nn.BatchNorm1d(5), nn.Linear(5, 1)),
         data=lambda: batches, loss=lambda model, x: model(x).square().mean(), steps=steps,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-        lr_scheduler=lambda one: torch.optim.lr_scheduler.StepLR(one, 2, 0.5),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
         validation=lambda: batches[:1], evaluate_every=2,
     )  # fmt: skip
 
@@ -199,17 +203,17 @@ def _train(run_dir: Path, jobs: Sequence[fleet.Job]) -> dict[str, Any]:
         jobs, [fleet.Device(name="cpu", threads=1)], "64MB", host="64MB", run_dir=run_dir, resume=True,
         checkpoint_every=2, progress=None,
     )  # fmt: skip
-    found = {}
-    for name, one in results.items():
-        if one.error is not None:
-            if not one.error.startswith("penstock.errors."):
-                raise AssertionError(f"{name} failed of {one.error}")
-            found[name] = "refused"
+    by_name = {}
+    for name, result in results.items():
+        if result.error is not None:
+            if not result.error.startswith("penstock.errors."):
+                raise AssertionError(f"{name} failed of {result.error}")
+            by_name[name] = "refused"
         else:
-            found[name] = [*one.losses, *map(dict, one.validations)]
-            weights = one.model().state_dict()
-            found[name] += [value.tolist() for value in weights.values()]
-    return found
+            by_name[name] = [*result.losses, *map(dict, result.validations)]
+            weights = result.model().state_dict()
+            by_name[name] += [value.tolist() for value in weights.values()]
+    return by_name
 
 
 def _make_run(folder: Path) -> None:
@@ -241,12 +245,12 @@ def _make_state(folder: Path) -> None:
     state.write(
         [
             fleet.JobRow(
-                name=f"job {at}", place=at, state="running", step=3, num_steps=9, epoch=0, loss=0.5,
+                name=f"job {index}", place=index, state="running", step=3, num_steps=9, epoch=0, loss=0.5,
                 validation={"loss": 1.0},
                 device="cpu #0", seconds_per_step=0.1, error=None, tags={"lr": 1}, updated_s=1e9,
                 source={"path": "a.py:b", "parameters": {"lr": 1}},
             )
-            for at in range(3)
+            for index in range(3)
         ]
     )  # fmt: skip
     state.ask("clone", "job 1", {"name": "../../escape", "changes": {}})
@@ -313,9 +317,11 @@ def _make_lines(folder: Path) -> None:
     (folder / "jobs" / "a").mkdir(parents=True)
     unit = {"device": 0, "job": "a", "step": 0, "micro": 0, "shard": 0, "kind": "forward", "start_s": 1.0, "end_s": 2.0,
             "stall_s": 0.1}  # fmt: skip
-    lines = [json.dumps({**unit, "start_s": 1.0 + at, "end_s": 2.0 + at}) for at in range(5)]
+    lines = [json.dumps({**unit, "start_s": 1.0 + index, "end_s": 2.0 + index}) for index in range(5)]
     _written(folder / "units.jsonl", "\n".join(lines) + "\n")
-    lines = [json.dumps({"step": at, "time_s": 1e9 + at, "loss": 1 / (1 + at), "epoch": 0.0}) for at in range(5)]
+    lines = [
+        json.dumps({"step": index, "time_s": 1e9 + index, "loss": 1 / (1 + index), "epoch": 0.0}) for index in range(5)
+    ]
     _written(folder / "jobs" / "a" / "metrics.jsonl", "\n".join(lines) + "\n")
 
 
@@ -335,8 +341,8 @@ def _cache_in(folder: Path) -> Any:
     import contextlib
 
     lanes = tuple(
-        LaneBandwidth(lane=one, bandwidth_bytes_per_s=1e9, is_direct=True, measured_s=9e9)
-        for one in ("device->disk", "disk->device")
+        LaneBandwidth(lane=lane, bandwidth_bytes_per_s=1e9, is_direct=True, measured_s=9e9)
+        for lane in ("device->disk", "disk->device")
     )
     stack = contextlib.ExitStack()
     stack.enter_context(mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(folder)}))
@@ -347,9 +353,9 @@ def _cache_in(folder: Path) -> Any:
 
 def _read_rates(folder: Path) -> Any:
     with _cache_in(folder):
-        found = {one.lane: one.bandwidth_bytes_per_s for one in bandwidths(folder)}
-    if not {"device->disk", "disk->device"} <= found.keys() or not all(0 < one < 1e15 for one in found.values()):
-        raise AssertionError(f"rates {found} were taken from the cache")
+        result = {bandwidth.lane: bandwidth.bandwidth_bytes_per_s for bandwidth in bandwidths(folder)}
+    if not {"device->disk", "disk->device"} <= result.keys() or not all(0 < rate < 1e15 for rate in result.values()):
+        raise AssertionError(f"rates {result} were taken from the cache")
     return None
 
 
@@ -395,11 +401,11 @@ FORMATS: tuple[Format, ...] = (
 )  # fmt: skip
 
 
-def damaged_inside(one: Format, path: Path, choices: random.Random) -> str | None:
+def damaged_inside(fuzzed: Format, path: Path, choices: random.Random) -> str | None:
     """Damage a file but keep its outer form; return ``None`` if the format has no such damage."""
     if path.suffix == ".db":
         return in_database(path, choices)
-    inside: Inside | None = one.inside
+    inside: Inside | None = fuzzed.inside
     if path.name in ("state.json", "checksums.json"):
         inside = in_json
     elif path.suffix == ".jsonl":

@@ -57,7 +57,8 @@ def payloads(canary: Path) -> dict[str, bytes]:
         "null in JSON": b"null",
         "laughs": b"a: &a [x,x,x,x,x,x,x,x,x]\n"
         + b"".join(
-            f"{chr(98 + at)}: &{chr(98 + at)} [{','.join(['*' + chr(97 + at)] * 9)}]\n".encode() for at in range(12)
+            f"{chr(98 + index)}: &{chr(98 + index)} [{','.join(['*' + chr(97 + index)] * 9)}]\n".encode()
+            for index in range(12)
         ),
         "one line": b"<a> " * 100_000,
         "huge header": (2**63 - 1).to_bytes(8, "little") + b"{}",
@@ -81,17 +82,17 @@ def _objects(touch: str) -> bytes:
 def damaged_bytes(raw: bytes, choices: random.Random) -> tuple[str, bytes]:
     """Apply one of many small damages, and return the bytes and its name."""
     size = len(raw)
-    at = choices.choice(_interesting(raw, choices)) if size else 0
+    index = choices.choice(_interesting(raw, choices)) if size else 0
     match choices.choice(
         ("cut", "cut", "flip", "flip", "flips", "swap", "double", "drop", "insert", "number", "digits")
     ):
         case "cut":
-            return f"cut at {at}", raw[:at]
+            return f"cut at {index}", raw[:index]
         case "flip" if size:
             bit, copy = choices.randrange(8), bytearray(raw)
-            at = min(at, size - 1)
-            copy[at] ^= 1 << bit
-            return f"bit {bit} of byte {at}", bytes(copy)
+            index = min(index, size - 1)
+            copy[index] ^= 1 << bit
+            return f"bit {bit} of byte {index}", bytes(copy)
         case "flips" if size:
             copy = bytearray(raw)
             for _ in range(choices.randint(2, 40)):
@@ -99,45 +100,47 @@ def damaged_bytes(raw: bytes, choices: random.Random) -> tuple[str, bytes]:
             return "some bytes", bytes(copy)
         case "swap" if size > 64:
             length = choices.randint(1, size // 4)
-            one, two = sorted(choices.randrange(size - length) for _ in range(2))
-            parts = (raw[:one], raw[two : two + length], raw[one + length : two], raw[one : one + length])
+            first, two = sorted(choices.randrange(size - length) for _ in range(2))
+            parts = (raw[:first], raw[two : two + length], raw[first + length : two], raw[first : first + length])
             return "chunks swapped", b"".join((*parts, raw[two + length :]))[:size]
         case "double":
-            end = at + choices.randint(1, max(1, size // 4))
-            return "chunk doubled", raw[:end] + raw[at:end] + raw[end:]
+            end = index + choices.randint(1, max(1, size // 4))
+            return "chunk doubled", raw[:end] + raw[index:end] + raw[end:]
         case "drop":
-            end = at + choices.randint(1, max(1, size // 8))
-            return "chunk dropped", raw[:at] + raw[end:]
+            end = index + choices.randint(1, max(1, size // 8))
+            return "chunk dropped", raw[:index] + raw[end:]
         case "insert":
             what = choices.choice((b"\0", b"\xff\xfe", b"[" * DEEP, b"\n", b"nan", b"-", "\u202e\U0001f600".encode()))
-            return f"{what[:8]!r} inserted", raw[:at] + what + raw[at:]
+            return f"{what[:8]!r} inserted", raw[:index] + what + raw[index:]
         case "digits":
-            found = list(re.finditer(rb"-?\d+(\.\d+)?", raw[:100_000]))
-            if found:
-                one, number = choices.choice(found), choices.choice((*ODD_NUMBERS, "9" * 5000, "1e999", "[]", '""'))
-                return f"{one[0][:20]!r} is {str(number)[:20]}", raw[: one.start()] + str(number).encode() + raw[
-                    one.end() :
+            result = list(re.finditer(rb"-?\d+(\.\d+)?", raw[:100_000]))
+            if result:
+                first, number = choices.choice(result), choices.choice((*ODD_NUMBERS, "9" * 5000, "1e999", "[]", '""'))
+                return f"{first[0][:20]!r} is {str(number)[:20]}", raw[: first.start()] + str(number).encode() + raw[
+                    first.end() :
                 ]
     width = choices.choice((1, 2, 4, 8))
-    number = choices.choice([one for one in ODD_NUMBERS if isinstance(one, int)])
-    return f"{number} at {at}", raw[:at] + (number % 2 ** (8 * width)).to_bytes(width, "little") + raw[at + width :]
+    number = choices.choice([number for number in ODD_NUMBERS if isinstance(number, int)])
+    return f"{number} at {index}", raw[:index] + (number % 2 ** (8 * width)).to_bytes(width, "little") + raw[
+        index + width :
+    ]
 
 
 def _interesting(raw: bytes, choices: random.Random) -> list[int]:
     size = len(raw)
     known = [0, 1, 4, 6, 7, 8, 9, 10, 12, 16, 100, 128, 511, 512, 4095, 4096, 4097, size // 2, size - 1, size]
-    return [*(at for at in known if 0 <= at <= size), *(choices.randint(0, size) for _ in range(20))]
+    return [*(index for index in known if 0 <= index <= size), *(choices.randint(0, size) for _ in range(20))]
 
 
 def damaged_json(value: Any, choices: random.Random) -> Any:
     """Return the value with one part replaced, left out, doubled or renamed."""
     places: list[tuple[Any, Any]] = []
 
-    def walk(one: Any) -> None:
-        for key in one if isinstance(one, dict) else range(len(one)):
-            places.append((one, key))
-            if isinstance(one[key], dict | list):
-                walk(one[key])
+    def walk(node: Any) -> None:
+        for key in node if isinstance(node, dict) else range(len(node)):
+            places.append((node, key))
+            if isinstance(node[key], dict | list):
+                walk(node[key])
 
     value = json.loads(json.dumps({"": value}))
     walk(value)
@@ -192,8 +195,8 @@ def in_json(raw: bytes, choices: random.Random) -> bytes:
 
 def in_json_lines(raw: bytes, choices: random.Random) -> bytes:
     lines = raw.splitlines()
-    at = choices.randrange(len(lines))
-    lines[at] = json_text(damaged_json(json.loads(lines[at]), choices))
+    index = choices.randrange(len(lines))
+    lines[index] = json_text(damaged_json(json.loads(lines[index]), choices))
     return b"\n".join(lines) + b"\n"
 
 

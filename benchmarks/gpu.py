@@ -1,4 +1,4 @@
-"""Everything to measure on a GPU, the most important first: `make gpu`.
+"""All measurements for a GPU, the most important first: `make gpu`.
 
     python -m benchmarks.gpu                          # all phases, half an hour
     python -m benchmarks.gpu --phase 2 --minutes 5    # one phase
@@ -38,64 +38,64 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder of rows and tables")
     parser.add_argument("--data", type=Path, help="folder of data sets; without it graphs are made")
     parser.add_argument("--again", action="store_true", help="also what has come to its end before")
-    given = parser.parse_args(arguments)
-    given.out.mkdir(parents=True, exist_ok=True)
-    if given.again:
-        (given.out / "rows.jsonl").unlink(missing_ok=True)
-    for phase in given.phase or PHASES:
-        run_phase(phase, given)
-    rows = rows_of(given.out)
-    write(given, rows)
+    settings = parser.parse_args(arguments)
+    settings.out.mkdir(parents=True, exist_ok=True)
+    if settings.again:
+        (settings.out / "rows.jsonl").unlink(missing_ok=True)
+    for phase in settings.phase or PHASES:
+        run_phase(phase, settings)
+    rows = rows_of(settings.out)
+    write(settings, rows)
     return rows
 
 
-def run_phase(phase: int, given: argparse.Namespace) -> None:
+def run_phase(phase: int, settings: argparse.Namespace) -> None:
     """Run the items of a phase in order, as far as the time allows."""
-    ends_s = time.monotonic() + 60 * (PHASES[phase] if given.minutes is None else given.minutes)
+    ends_s = time.monotonic() + 60 * (PHASES[phase] if settings.minutes is None else settings.minutes)
     for item in ITEMS:
-        if item.phase != phase or has_ended(given.out, item.name) or (given.quick and not item.is_quick):
+        if item.phase != phase or has_ended(settings.out, item.name) or (settings.quick and not item.is_quick):
             continue
         left_s = ends_s - time.monotonic()
         if left_s < _LEAST_S:
             print(f"phase {phase}: no time left for {item.name}", flush=True)
             continue
         print(f"phase {phase}: {item.name}, at most {left_s:.0f} s", flush=True)
-        run_item(item, given, left_s)
+        run_item(item, settings, left_s)
 
 
-def run_item(item: Item, given: argparse.Namespace, limit_s: float) -> None:
+def run_item(item: Item, settings: argparse.Namespace, limit_s: float) -> None:
     """Run an item in its own process, and keep each of its rows at once."""
     said: list[str] = []
     about = {"item": item.name, "phase": item.phase, "headline": item.headline, "paper": item.paper}
 
     def heard(line: str) -> None:
         if line.startswith(_ROW):
-            keep(given.out, {**about, **json.loads(line.removeprefix(_ROW))})
+            keep(settings.out, {**about, **json.loads(line.removeprefix(_ROW))})
         elif line.strip():
             said.append(line.rstrip())
 
     start_s = time.monotonic()
-    status = Forked(child, item.name, given, heard=heard).wait(limit_s)
+    status = Forked(child, item.name, settings, heard=heard).wait(limit_s)
     if status is None:
-        keep(given.out, _end(item, "late", f"stopped after {limit_s:.0f} s"))
+        keep(settings.out, _end(item, "late", f"stopped after {limit_s:.0f} s"))
     elif status:
-        keep(given.out, _end(item, "failed", "\n".join(said[-12:]) or f"exit code {status}"))
+        keep(settings.out, _end(item, "failed", "\n".join(said[-12:]) or f"exit code {status}"))
     else:
-        keep(given.out, _end(item, "done", f"{time.monotonic() - start_s:.0f} s"))
+        keep(settings.out, _end(item, "done", f"{time.monotonic() - start_s:.0f} s"))
 
 
-def child(name: str, given: argparse.Namespace) -> None:
+def child(name: str, settings: argparse.Namespace) -> None:
     """Run one item, and print its rows."""
-    if given.device == "sim":
+    if settings.device == "sim":
         from penstock.testing import simulated
 
         simulated.load()
-    elif given.device not in kinds():
+    elif settings.device not in kinds():
         raise SystemExit("PyTorch finds no CUDA device here; --device sim --quick shows that everything runs")
-    (item,) = (one for one in ITEMS if one.name == name)
-    context = Context(device=given.device, quick=given.quick, data=given.data, out=given.out)
-    for found in item.run(context):
-        print(_ROW + json.dumps(found.row()), flush=True)
+    (item,) = (item for item in ITEMS if item.name == name)
+    context = Context(device=settings.device, quick=settings.quick, data=settings.data, out=settings.out)
+    for result in item.run(context):
+        print(_ROW + json.dumps(result.row()), flush=True)
 
 
 def keep(out: Path, row: dict[str, Any]) -> None:
@@ -106,17 +106,17 @@ def keep(out: Path, row: dict[str, Any]) -> None:
 
 def rows_of(out: Path) -> list[dict[str, Any]]:
     """Return all rows so far, without lines that were cut short."""
-    file, found = out / "rows.jsonl", []
+    file, result = out / "rows.jsonl", []
     for line in file.read_text().splitlines() if file.is_file() else []:
         try:
-            found.append(json.loads(line))
+            result.append(json.loads(line))
         except ValueError:
             continue
-    return found
+    return result
 
 
 def has_ended(out: Path, name: str) -> bool:
-    """Whether an item has ended. One that failed or was late is run again."""
+    """Return whether an item has ended. One that failed or exceeded its time is run again."""
     return any(row["item"] == name and row.get("state") == "done" for row in rows_of(out))
 
 
@@ -124,12 +124,12 @@ def _end(item: Item, state: str, note: str) -> dict[str, Any]:
     return {"item": item.name, "phase": item.phase, "state": state, "note": note}
 
 
-def write(given: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+def write(settings: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """Write the JSON file and the table. A simulated device has no speed, so its numbers are left out."""
-    about = provenance("cuda" if given.device == "cuda" else "cpu")
-    is_measured = given.device == "cuda" and not given.quick
-    document = {"provenance": about, "device": given.device, "quick": given.quick, "rows": rows}
-    (given.out / "gpu.json").write_text(json.dumps(document, indent=1))
+    about = provenance("cuda" if settings.device == "cuda" else "cpu")
+    is_measured = settings.device == "cuda" and not settings.quick
+    document = {"provenance": about, "device": settings.device, "quick": settings.quick, "rows": rows}
+    (settings.out / "gpu.json").write_text(json.dumps(document, indent=1))
     lines = [
         f"{about['device']}, PyTorch {about['torch']}, CUDA {about['cuda']}, {about['cores']} cores, {about['date']}, "
         f"Penstock {about['penstock']}",
@@ -145,7 +145,7 @@ def write(given: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
         elif row["state"] != "done":
             note = row["note"].replace("\n", " ").replace("|", "/")
             lines.append(f"| {row['item']} | | {row['state']} | | | {note} |")
-    (given.out / "gpu.md").write_text("\n".join(lines) + "\n")
+    (settings.out / "gpu.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 
 

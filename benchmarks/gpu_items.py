@@ -64,7 +64,7 @@ def _tests(name: str, *, sanitized: bool = False) -> Callable[[Context], Iterato
             unit="passed",
             peer="failed",
             peer_value=counts.get("failed", 0) + counts.get("error", 0),
-            note=", ".join(one.rpartition("::")[2] for one in broken[:8]),
+            note=", ".join(entry.rpartition("::")[2] for entry in broken[:8]),
         )
 
     return run
@@ -144,15 +144,15 @@ def wide(context: Context) -> tuple[nn.Sequential, torch.Tensor]:
 def _offloaders(context: Context, model: nn.Module) -> dict[str, Any]:
     common = {"min_saving": 0.0, "min_size": "64KiB" if context.quick else "1MiB"}
     host = "64MiB" if context.quick else "64GiB"
-    made = {"offload": offload.activations(model, host=host, **common)}
+    result = {"offload": offload.activations(model, host=host, **common)}
     for size in ("128MiB", "1GiB", "4GiB"):
-        made[f"offload, {size} in flight"] = offload.activations(model, host=host, max_in_flight=size, **common)
+        result[f"offload, {size} in flight"] = offload.activations(model, host=host, max_in_flight=size, **common)
     disk = context.out / "spill"
     disk.mkdir(exist_ok=True)
-    made["offload to disk"] = offload.activations(
+    result["offload to disk"] = offload.activations(
         model, disk=disk, host="32MiB" if context.quick else "16GiB", **common
     )
-    return made
+    return result
 
 
 def activations(context: Context) -> Iterator[Found]:
@@ -172,11 +172,11 @@ def activations(context: Context) -> Iterator[Found]:
     ways: dict[str, Callable[[], object]] = {"plain": step, "plain again": step}
     ways["checkpoint"] = lambda: step(run=checkpointed)
     ways["save_on_cpu"] = lambda: step(torch.autograd.graph.save_on_cpu(pin_memory=True))
-    ways |= {name: (lambda one=one: step(one)) for name, one in offloaders.items()}
+    ways |= {name: (lambda offloader=offloader: step(offloader)) for name, offloader in offloaders.items()}
     step()
     for _ in range(4):
-        for one in offloaders.values():
-            step(one)
+        for offloader in offloaders.values():
+            step(offloader)
     peaks = {name: probe.peak_bytes(way, device=context.device).activation_bytes for name, way in ways.items()}
     seconds = context.timed(ways)
     for name in ways:
@@ -190,8 +190,8 @@ def activations(context: Context) -> Iterator[Found]:
                 peer_value=seconds[name] / seconds["plain"],
                 note=said or f"{seconds[name]:.3f} s a step, {peaks[name] / GIB:.2f} GiB",
             )
-    for one in offloaders.values():
-        one.close()
+    for offloader in offloaders.values():
+        offloader.close()
 
 
 # 3: Hector
@@ -278,18 +278,20 @@ def fleets(context: Context) -> Iterator[Found]:
         def run(ablation: Any = ablation) -> None:
             nonlocal results
             results = fleet.run(
-                [job(one) for one in "abcd"], [f"{context.device}:0"], budget, host=host, ablation=ablation,
-                progress=None,
+                [job(letter) for letter in "abcd"], [f"{context.device}:0"], budget, host=host,
+                ablation=ablation, progress=None,
             )  # fmt: skip
 
         taken_s = backend_of(context.device).seconds(run)
-        losses[name] = [loss for one in results.values() for loss in one.losses]
-        if any(one.error is not None for one in results.values()):
-            raise RuntimeError(str([one.error for one in results.values()]))
-        compute_s, stall_s = (sum(getattr(one, key) for one in results.devices) for key in ("compute_s", "stall_s"))
+        losses[name] = [loss for result in results.values() for loss in result.losses]
+        if any(result.error is not None for result in results.values()):
+            raise RuntimeError(str([result.error for result in results.values()]))
+        compute_s, stall_s = (
+            sum(getattr(device, key) for device in results.devices) for key in ("compute_s", "stall_s")
+        )
         step_s = (compute_s + stall_s) / len(losses[name])
         whole_s = step_s if name == "whole" else whole_s
-        apart = max(abs(one - two) / abs(two) for one, two in zip(losses[name], losses["whole"], strict=True))
+        apart = max(abs(loss - two) / abs(two) for loss, two in zip(losses[name], losses["whole"], strict=True))
         yield Found(
             name=f"four models of {layers} x {width} in {budget}: {name}",
             ours=1e3 * step_s,
@@ -325,14 +327,14 @@ def batches(context: Context) -> Iterator[Found]:
         plain += 4
     options: dict[str, Any] = {"host": "64MiB" if context.quick else "64GiB"}
     quarters = remat.max_batch(lambda size: made(size * plain // 4), cap, start=4, **options)
-    found = quarters * plain // 4
-    with closing(remat.optimize(*made(found), cap, **options)) as step:
-        peak = peak_bytes(step, found)
+    result = quarters * plain // 4
+    with closing(remat.optimize(*made(result), cap, **options)) as step:
+        peak = peak_bytes(step, result)
     yield Found(
         name=f"largest batch of a GPT {layers} x {width} within {cap / GIB:.3g} GiB",
-        ours=found / plain,
+        ours=result / plain,
         unit="of plain's",
-        note=f"{found} sequences, plainly {plain}; its measured peak is {peak / cap:.3f} of the cap",
+        note=f"{result} sequences, plainly {plain}; its measured peak is {peak / cap:.3f} of the cap",
     )
 
 
@@ -376,9 +378,14 @@ def budgets(context: Context) -> Iterator[Found]:
 ITEMS = (
     *(
         Item(
-            name=f"tests of {one}", phase=1, headline="does it work", paper="", run=_tests(one), is_quick=one == "tiers"
+            name=f"tests of {room}",
+            phase=1,
+            headline="does it work",
+            paper="",
+            run=_tests(room),
+            is_quick=room == "tiers",
         )
-        for one in ("tiers", "clocks", "offload", "unified", "remat", "fleet", "relational")
+        for room in ("tiers", "clocks", "offload", "unified", "remat", "fleet", "relational")
     ),
     Item(
         name="races in tiers",
@@ -409,14 +416,14 @@ ITEMS = (
     Item(name="HGT", phase=3, headline="Hector", paper="up to 43.7x in training", run=_layer("HGT"), is_quick=False),
     *(
         Item(
-            name=f"{one}, AM-like",
+            name=f"{layer_name}, AM-like",
             phase=3,
             headline="Hector",
             paper="up to 43.7x in training",
-            run=_layer(one, "AM-like"),
+            run=_layer(layer_name, "AM-like"),
             is_quick=False,
         )
-        for one in ("RGCN", "RGAT")
+        for layer_name in ("RGCN", "RGAT")
     ),
     Item(name="fleets", phase=4, headline="Hydra", paper="double buffer 1.5-2x", run=fleets),
     Item(name="larger", phase=6, headline="a model larger than the budget", paper="FSDP2's offloading", run=larger),

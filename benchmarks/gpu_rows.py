@@ -36,7 +36,7 @@ class Context:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """One row."""
+    """A measured value and its peer's, as one row of the table."""
 
     name: str
     ours: float
@@ -52,7 +52,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """Something to measure."""
+    """A measurement that `benchmarks.gpu` runs in a process of its own."""
 
     name: str
     phase: int

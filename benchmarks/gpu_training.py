@@ -70,7 +70,7 @@ def larger(context: Context) -> Iterator[Found]:
 
 def _compared(case: _Case, context: Context, chosen: Sequence[tuple[float, dict[str, Any]]]) -> Iterator[Found]:
     model = case.model()
-    num_parameters = sum(one.numel() for one in model.parameters())
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     del model
     state_bytes, name = 16 * num_parameters, f"{num_parameters / 1e9:.2g}B parameters, {math.prod(case.tokens)} tokens"
     plain = _plain(case, context)
@@ -90,21 +90,21 @@ def _compared(case: _Case, context: Context, chosen: Sequence[tuple[float, dict[
         )
     for way, run in ways.items():
         try:
-            found = run()
+            result = run()
         except (RuntimeError, MemoryError) as error:
             yield Found(name=f"{name}: {way}", ours=math.nan, unit="", note=str(error).splitlines()[0][:160])
             continue
         finally:
             _clear()
-        pairs = list(zip(found.losses, plain.losses, strict=True))
-        apart = max(abs(one - two) / abs(two) for one, two in pairs)
+        pairs = list(zip(result.losses, plain.losses, strict=True))
+        apart = max(abs(ours - two) / abs(two) for ours, two in pairs)
         yield Found(
             name=f"{name}: {way}",
-            ours=1e3 * found.step_s,
+            ours=1e3 * result.step_s,
             unit="ms a step",
             peer="over plain",
-            peer_value=found.step_s / plain.step_s,
-            note=f"peak {found.peak_bytes / GIB:.2f} GiB{found.said}; losses "
+            peer_value=result.step_s / plain.step_s,
+            note=f"peak {result.peak_bytes / GIB:.2f} GiB{result.said}; losses "
             + ("equal to the bit" if not apart else f"within {apart:.1e}"),
         )
 
@@ -125,8 +125,8 @@ def _ours(case: _Case, context: Context, budget_bytes: int, options: dict[str, A
     training = offload.training(model, optimizer, max(budget_bytes, 2**20), host=host, **options)
     try:
         run = _trained(case, context, model, optimizer, lambda: training)
-        found = training.statistics()
-        moved = (found.step_fetched_bytes + found.step_parked_bytes) / found.num_parameters
+        statistics = training.statistics()
+        moved = (statistics.step_fetched_bytes + statistics.step_parked_bytes) / statistics.num_parameters
         run.said = f", {run.peak_bytes / budget_bytes:.3f} of the budget; {moved:.1f} bytes per parameter"
         return run
     finally:
@@ -183,7 +183,7 @@ def _trained(
     run.peak_bytes = probe.peak_bytes(steps, device=context.device).peak_bytes
     torch.accelerator.synchronize()
     run.step_s = (time.perf_counter() - begin_s) / num_steps
-    run.losses = [one.item() for one in losses]
+    run.losses = [loss.item() for loss in losses]
     return run
 
 

@@ -67,7 +67,7 @@ def in_this_process(misuse: Misuse, folder: Path) -> dict[str, str]:
 
     watched(case, run)
     outcome, text = said[0] if said else ("raw", "")
-    for finding in sorted(case.findings, key=lambda one: _RANK.get(one["kind"], 9)):
+    for finding in sorted(case.findings, key=lambda finding: _RANK.get(finding["kind"], 9)):
         if outcome in OUTCOMES:
             kind = {"wrong value": "wrong number", "undocumented error": "raw"}.get(finding["kind"], finding["kind"])
             outcome, text = kind, f"{finding['text']} (after: {outcome} {text})"
@@ -106,10 +106,10 @@ def _in_child(cases: Sequence[Misuse], folder: Path, log: Path, report: Path) ->
         faulthandler.enable()
         for misuse in cases:
             faulthandler.dump_traceback_later(LIMIT_S, exit=True)
-            found = in_this_process(misuse, folder)
+            result = in_this_process(misuse, folder)
             with report.open("a") as lines:
-                lines.write(json.dumps(found) + "\n")
-            if found["outcome"] in FAULTS:
+                lines.write(json.dumps(result) + "\n")
+            if result["outcome"] in FAULTS:
                 break
         code = 0
     except BaseException:
@@ -135,16 +135,16 @@ def _waited(child: int, num_cases: int) -> int | None:
 class Campaign:
     """Outcomes of all cases so far, kept in a file. Rooms that are not run again keep their rows in the JSON file."""
 
-    def __init__(self, given: argparse.Namespace):
-        self.given = given
+    def __init__(self, settings: argparse.Namespace):
+        self.settings = settings
         self.before: list[Row] = []
         self.findings: list[dict[str, str]] = []
-        if given.room and given.json is not None and given.json.is_file():
-            before = json.loads(given.json.read_text())
-            others = set(ROOMS) - set(given.room)
-            self.before = [Row(**one) for one in before["rows"] if one["name"] in others]
-            self.findings = [one for one in before["configuration"]["findings"] if one["room"] in others]
-        self.file: Path | None = given.json and given.json.with_suffix(".rows")
+        if settings.room and settings.json is not None and settings.json.is_file():
+            before = json.loads(settings.json.read_text())
+            others = set(ROOMS) - set(settings.room)
+            self.before = [Row(**row) for row in before["rows"] if row["name"] in others]
+            self.findings = [finding for finding in before["configuration"]["findings"] if finding["room"] in others]
+        self.file: Path | None = settings.json and settings.json.with_suffix(".rows")
         self.found: dict[str, dict[str, str]] = {}
         if self.file is not None and self.file.is_file():
             lines = map(json.loads, self.file.read_text().splitlines())
@@ -165,17 +165,17 @@ class Campaign:
         rows: list[Row] = []
         for room in ROOMS:
             counts = Counter(line["outcome"] for line in self.found.values() if line["room"] == room)
-            rows += [one for one in self.before if one.name == room]
+            rows += [row for row in self.before if row.name == room]
             if counts:
                 counts["cases"] = sum(counts.values())
                 rows += [Row(name=room, metric=kind, value=counts[kind], unit="") for kind in kinds]
         for kind in kinds:
-            total = sum(one.value for one in rows if one.metric == kind)
+            total = sum(row.value for row in rows if row.metric == kind)
             rows.append(Row(name="misuse", metric=kind, value=total, unit=""))
         faults = [line for line in self.found.values() if line["outcome"] in FAULTS]
         findings = [*self.findings, *({**line, "text": _shown(line["text"])} for line in faults)]
-        theirs = sorted({f"{one.reason}: {one.public}, {one.parameter}" for one in misuse_case.THEIRS})
-        write(self.given.json, {"quick": self.given.quick, "findings": findings, "their errors": theirs}, rows)
+        theirs = sorted({f"{entry.reason}: {entry.public}, {entry.parameter}" for entry in misuse_case.THEIRS})
+        write(self.settings.json, {"quick": self.settings.quick, "findings": findings, "their errors": theirs}, rows)
         if self.file is not None:
             self.file.unlink(missing_ok=True)
         return rows
@@ -191,34 +191,36 @@ def table(rows: Iterable[Row]) -> None:
     by_name: dict[str, dict[str, float]] = {}
     for row in rows:
         by_name.setdefault(row.name, {})[row.metric] = row.value
-    show("misuse", ["room", *kinds], [[name, *(str(one[kind]) for kind in kinds)] for name, one in by_name.items()])
+    show("misuse", ["room", *kinds], [[name, *(str(entry[kind]) for kind in kinds)] for name, entry in by_name.items()])
 
 
-def run(given: argparse.Namespace) -> list[Row]:
-    found = Campaign(given)
+def run(settings: argparse.Namespace) -> list[Row]:
+    campaign = Campaign(settings)
     cases = [
-        one for one in misuses(quick=given.quick, rooms=tuple(given.room or ROOMS)) if re.search(given.match, one.name)
+        misuse
+        for misuse in misuses(quick=settings.quick, rooms=tuple(settings.room or ROOMS))
+        if re.search(settings.match, misuse.name)
     ]
-    if given.quick:
-        cases = cases[:: given.every]
-    with tempfile.TemporaryDirectory(dir=given.disk, prefix="misuse-") as text:
+    if settings.quick:
+        cases = cases[:: settings.every]
+    with tempfile.TemporaryDirectory(dir=settings.disk, prefix="misuse-") as text:
         root = Path(text).resolve()
         os.environ["XDG_CACHE_HOME"] = str(root / "cache")
         gc.collect()
         gc.freeze()  # a case's own objects are all that its collections look at
-        waiting = [one for one in cases if one.name not in found.found]
+        waiting = [case for case in cases if case.name not in campaign.found]
         for _, group in itertools.groupby(
-            waiting, key=lambda one: (one.public, one.parameter) if one.public else one.name
+            waiting, key=lambda entry: (entry.public, entry.parameter) if entry.public else entry.name
         ):
             for misuse, result in forked(list(group), root / "case"):
-                found.add(misuse, result)
-    rows = found.finish()
+                campaign.add(misuse, result)
+    rows = campaign.finish()
     table(rows)
     return rows
 
 
 def _warm_up(rooms: Iterable[str]) -> None:
-    """Import once what cases need. Nothing here starts a thread."""
+    """Import what cases need, so that none of them pays for it. Nothing here starts a thread."""
     import tqdm
     from torch._dynamo import testing  # noqa: F401
 
@@ -242,16 +244,16 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     options.add_argument("--case", help="one case, by its name; with its traceback")
     options.add_argument("--match", default="", help="cases whose name has this regular expression")
     options.add_argument("--every", type=int, default=1, help="of the quick form, each so-manieth case alone")
-    given = options.parse_args(arguments)
+    settings = options.parse_args(arguments)
     torch.set_num_threads(1)
     misuse_table.load()
-    if given.case:
-        given.room = [given.case.replace(":", ".").partition(".")[0]]
-    _warm_up(given.room or ROOMS)
-    if given.case is None:
-        return run(given)
-    misuse = next(one for one in misuses(rooms=tuple(given.room)) if one.name == given.case)
-    with tempfile.TemporaryDirectory(dir=given.disk, prefix="misuse-") as text:
+    if settings.case:
+        settings.room = [settings.case.replace(":", ".").partition(".")[0]]
+    _warm_up(settings.room or ROOMS)
+    if settings.case is None:
+        return run(settings)
+    misuse = next(misuse for misuse in misuses(rooms=tuple(settings.room)) if misuse.name == settings.case)
+    with tempfile.TemporaryDirectory(dir=settings.disk, prefix="misuse-") as text:
         root = Path(text).resolve()
         os.environ["XDG_CACHE_HOME"] = str(root / "cache")
         case = Case(seed=0, folder=root)

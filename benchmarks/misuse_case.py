@@ -89,7 +89,7 @@ def _of_use(room: str, full: str, use: Use, value: Any, labels: tuple[str, ...])
         yield from _of_arguments(room, full, use, labels)
     if not inspect.isclass(value):
         return
-    methods = [one for one in public_methods(value) if one not in use.skips]
+    methods = [method for method in public_methods(value) if method not in use.skips]
     for method in methods:
         good = use.methods.get(method, lambda _: {})
         yield from _of_method_arguments(room, full, use, value, method, good, labels)
@@ -117,12 +117,15 @@ def _called(use: Use, parameter: str = "", label: str = "") -> Callable[[Case], 
 def invoke(call: Callable[..., Any], arguments: Arguments) -> Any:
     """Call with keyword arguments, except for positional-only ones."""
     places, keywords = [], dict(arguments)
-    for one in parameters_of(call):
-        if one.kind is one.VAR_POSITIONAL:
-            places += keywords.pop(f"*{one.name}", ())
-        elif one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) and one.name in keywords:
-            places.append(keywords.pop(one.name))
-        elif one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD):
+    for parameter in parameters_of(call):
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            places += keywords.pop(f"*{parameter.name}", ())
+        elif (
+            parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+            and parameter.name in keywords
+        ):
+            places.append(keywords.pop(parameter.name))
+        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             break
     return call(*places, **keywords)
 
@@ -136,13 +139,13 @@ def parameters_of(call: Callable[..., Any]) -> list[inspect.Parameter]:
 
 def _parameters(call: Callable[..., Any], good: Arguments) -> list[str]:
     names = []
-    for one in parameters_of(call):
-        if one.kind is one.VAR_POSITIONAL:
-            names.append(f"*{one.name}")
-        elif one.kind is one.VAR_KEYWORD:
+    for parameter in parameters_of(call):
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            names.append(f"*{parameter.name}")
+        elif parameter.kind is parameter.VAR_KEYWORD:
             names.append("**potatoes")
-        elif not one.name.startswith("_"):
-            names.append(one.name)
+        elif not parameter.name.startswith("_"):
+            names.append(parameter.name)
     return [*names, *(name for name in good if name not in names)]
 
 
@@ -171,13 +174,13 @@ def _of_method_arguments(
             def run(case: Case, parameter: str = parameter, label: str = label) -> object:
                 arguments = use.good(case)
                 owner = invoke(use.call, arguments)
-                given = good(owner)
+                values = good(owner)
                 if parameter.startswith("**"):
-                    given["potatoes"] = POOL[label]()
+                    values["potatoes"] = POOL[label]()
                 else:
-                    given[parameter] = (POOL[label](),) if parameter.startswith("*") else POOL[label]()
+                    values[parameter] = (POOL[label](),) if parameter.startswith("*") else POOL[label]()
                 try:
-                    _exhaust(invoke(getattr(owner, method), given))
+                    _exhaust(invoke(getattr(owner, method), values))
                 finally:
                     use.close(owner)
                 return None
@@ -193,7 +196,7 @@ def _of_method_arguments(
 def _exhaust(result: Any) -> Any:
     """Enter and iterate the result, so that it cannot fail later."""
     if isinstance(result, types.GeneratorType):
-        return [one for one, _ in zip(result, range(100), strict=False)]
+        return [item for item, _ in zip(result, range(100), strict=False)]
     if hasattr(result, "__enter__") and type(result).__module__ in ("contextlib", "_contextlib"):
         with result:
             return None
@@ -202,8 +205,8 @@ def _exhaust(result: Any) -> Any:
 
 def _of_order(room: str, full: str, use: Use, method: str, good: Callable[[Any], Arguments] | None) -> Iterator[Misuse]:
     def ask(owner: Any) -> object:
-        found = getattr(owner, method)
-        return found if good is None else _exhaust(invoke(found, good(owner)))
+        attribute = getattr(owner, method)
+        return attribute if good is None else _exhaust(invoke(attribute, good(owner)))
 
     def made(case: Case) -> tuple[Any, Arguments]:
         arguments = use.good(case)
@@ -264,7 +267,7 @@ def _kind(full: str) -> Any:
 
 def _of_copies(room: str, full: str, use: Use) -> Iterator[Misuse]:
     ways = {
-        "copied": copy.copy, "copied deeply": copy.deepcopy, "pickled": lambda one: pickle.loads(pickle.dumps(one)),
+        "copied": copy.copy, "copied deeply": copy.deepcopy, "pickled": lambda thing: pickle.loads(pickle.dumps(thing)),
     }  # fmt: skip
     for title, way in ways.items():
 
@@ -364,18 +367,18 @@ def _of_contexts(room: str, full: str, use: Use) -> Iterator[Misuse]:
 def _of_record(room: str, full: str, make: Callable[[], Any]) -> Iterator[Misuse]:
     def again(way: Callable[[Any], Any]) -> Callable[[Case], object]:
         def run(_: Case) -> object:
-            one = make()
-            other = way(one)
-            shown = [re.sub(" at 0x[0-9a-f]+", "", str(thing)) for thing in (one, other)]
-            if type(other) is not type(one) or shown[0] != shown[1]:
-                raise Wrong(f"{other} instead of {one}")
-            return repr(other), other == one
+            thing = make()
+            other = way(thing)
+            shown = [re.sub(" at 0x[0-9a-f]+", "", str(thing)) for thing in (thing, other)]
+            if type(other) is not type(thing) or shown[0] != shown[1]:
+                raise Wrong(f"{other} instead of {thing}")
+            return repr(other), other == thing
 
         return run
 
     yield Misuse(room, f"{full}: copied", again(copy.copy))
     yield Misuse(room, f"{full}: copied deeply", again(copy.deepcopy))
-    yield Misuse(room, f"{full}: pickled", again(lambda one: pickle.loads(pickle.dumps(one))))
+    yield Misuse(room, f"{full}: pickled", again(lambda thing: pickle.loads(pickle.dumps(thing))))
 
 
 def in_thread(call: Callable[[], object]) -> None:

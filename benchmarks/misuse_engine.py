@@ -26,7 +26,7 @@ def batch() -> torch.Tensor:
 
 
 def gradients_of(module: nn.Module) -> list[torch.Tensor]:
-    return [one.grad.clone() for one in module.parameters() if one.grad is not None]
+    return [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
 
 
 def plain(module: nn.Module) -> list[torch.Tensor]:
@@ -81,16 +81,16 @@ def _budgeted(case: Case) -> Arguments:
 
 
 def saved(**changes: Any) -> offload.SavedStorage:
-    given = {"size_bytes": 2**20, "label": "", "pack_event": 0, "need_event": 2, "free_event": 3}
-    return offload.SavedStorage(**(given | changes))
+    arguments = {"size_bytes": 2**20, "label": "", "pack_event": 0, "need_event": 2, "free_event": 3}
+    return offload.SavedStorage(**(arguments | changes))
 
 
 def offload_problem(**changes: Any) -> offload.OffloadProblem:
-    given = {
+    arguments = {
         "storages": (saved(),), "event_times_s": (0.0, 0.1, 0.2, 0.3), "step_s": 0.3,
         "out_bandwidth_bytes_per_s": 1e9, "in_bandwidth_bytes_per_s": 1e9,
     }  # fmt: skip
-    return offload.OffloadProblem(**(given | changes))
+    return offload.OffloadProblem(**(arguments | changes))
 
 
 def offload_plan() -> offload.OffloadPlan:
@@ -132,10 +132,10 @@ def _trained(training: Any, arguments: Arguments) -> None:
             other = copy.deepcopy(module)
         plainly = torch.optim.AdamW(other.parameters())
         for _ in range(2):
-            for one, stepped in ((other, plainly), (module, optimizer)):
+            for trained, stepped in ((other, plainly), (module, optimizer)):
                 with training:
                     stepped.zero_grad()
-                    one(batch()).square().mean().backward()
+                    trained(batch()).square().mean().backward()
                     stepped.step()
         require(training.statistics().num_steps >= 2, "steps are counted")
     finally:
@@ -176,7 +176,7 @@ USES |= {
     ),
     "offload.load": Use(
         call=offload.load, good=lambda case: {"model": _on_meta(), "path": _weights(case)},
-        check=lambda found, _: require(not any(one.is_meta for one in found.parameters()), "values"),
+        check=lambda result, _: require(not any(parameter.is_meta for parameter in result.parameters()), "values"),
     ),
     "offload.modelled_cycle": Use(
         call=offload.modelled_cycle, good=lambda _: _meta_step(),
@@ -184,7 +184,7 @@ USES |= {
     ),
     "offload.plan": Use(
         call=offload.plan, good=lambda _: {"problem": offload_problem()},
-        check=lambda plan, given: offload.verify(given["problem"], plan),
+        check=lambda plan, arguments: offload.verify(arguments["problem"], plan),
     ),
     "offload.verify": Use(
         call=offload.verify, good=lambda _: {"problem": offload_problem(), "plan": offload_plan()},
@@ -196,7 +196,7 @@ USES |= {
     ),
     "offload.SavedStorage": Use(
         call=offload.SavedStorage, good=lambda _: {name: getattr(saved(), name) for name in saved().__slots__},
-        check=lambda one, _: _planned_offload(offload_problem(storages=(one,)), {}),
+        check=lambda result, _: _planned_offload(offload_problem(storages=(result,)), {}),
     ),
 }  # fmt: skip
 RECORDS |= {
@@ -232,8 +232,8 @@ UNCALLED |= {"offload.Policy": "the type of a function that the user writes"}
 
 
 def operator(**changes: Any) -> remat.Operator:
-    given = {"name": "exp", "target": "aten.exp.default", "inputs": (), "outputs": (0,), "duration_s": 0.1}
-    return remat.Operator(**(given | changes))
+    arguments = {"name": "exp", "target": "aten.exp.default", "inputs": (), "outputs": (0,), "duration_s": 0.1}
+    return remat.Operator(**(arguments | changes))
 
 
 def storage(**changes: Any) -> remat.Storage:
@@ -241,7 +241,7 @@ def storage(**changes: Any) -> remat.Storage:
 
 
 def remat_problem(**changes: Any) -> remat.RematProblem:
-    given = {
+    arguments = {
         "operators": (
             operator(), operator(name="sin", inputs=(0,), outputs=(1,)),
             operator(name="mul", inputs=(0, 1), outputs=(2,)),
@@ -249,7 +249,7 @@ def remat_problem(**changes: Any) -> remat.RematProblem:
         "num_forward": 2,
         "storages": (storage(), storage(name="b", producer=1), storage(name="c", producer=2, is_output=True)),
     }  # fmt: skip
-    return remat.RematProblem(**(given | changes))
+    return remat.RematProblem(**(arguments | changes))
 
 
 def remat_plan() -> remat.RematPlan:
@@ -338,7 +338,7 @@ def compiling(
 
 
 compiling.__annotations__ = {
-    **{name: one for name, one in remat.optimize.__annotations__.items() if name not in ("step", "return")},
+    **{name: hint for name, hint in remat.optimize.__annotations__.items() if name not in ("step", "return")},
     "model": remat.compile.__annotations__["model"], "as_eager": bool,
 }  # fmt: skip
 
@@ -376,7 +376,9 @@ USES |= {
     "remat.max_batch": Use(
         call=remat.max_batch,
         good=lambda _: {"make": lambda size: (model(), [torch.ones(size, 64)]), "budget": "1MiB", "start": 64},
-        check=lambda size, given: require(isinstance(size, int) and (not size or size >= given["start"]), "a batch"),
+        check=lambda size, arguments: require(
+            isinstance(size, int) and (not size or size >= arguments["start"]), "a batch"
+        ),
     ),
     "remat.optimizer_state_bytes": Use(
         call=remat.optimizer_state_bytes, good=lambda _: {"optimizer": torch.optim.Adam(model().parameters())},
@@ -384,11 +386,11 @@ USES |= {
     ),
     "remat.pareto": Use(
         call=remat.pareto, good=lambda _: {"problem": remat_problem(), "budgets_bytes": [2**22, 2**30]},
-        check=lambda plans, given: require(len(plans) == len(given["budgets_bytes"]), "a plan per budget"),
+        check=lambda plans, arguments: require(len(plans) == len(arguments["budgets_bytes"]), "a plan per budget"),
     ),
     "remat.plan": Use(
         call=remat.plan, good=lambda _: {"problem": remat_problem(), "budget_bytes": 2**30},
-        check=lambda plan, given: remat.verify(given["problem"], plan),
+        check=lambda plan, arguments: remat.verify(arguments["problem"], plan),
     ),
     "remat.smallest_budget_bytes": Use(
         call=remat.smallest_budget_bytes, good=lambda _: {"problem": remat_problem()},
@@ -404,11 +406,11 @@ USES |= {
     ),
     "remat.Operator": Use(
         call=remat.Operator, good=lambda _: {name: getattr(operator(), name) for name in operator().__slots__},
-        check=lambda one, _: _planned(remat_problem(operators=(one, *remat_problem().operators[1:])), {}),
+        check=lambda result, _: _planned(remat_problem(operators=(result, *remat_problem().operators[1:])), {}),
     ),
     "remat.Storage": Use(
         call=remat.Storage, good=lambda _: {name: getattr(storage(), name) for name in storage().__slots__},
-        check=lambda one, _: _planned(remat_problem(storages=(one, *remat_problem().storages[1:])), {}),
+        check=lambda result, _: _planned(remat_problem(storages=(result, *remat_problem().storages[1:])), {}),
     ),
 }  # fmt: skip
 RECORDS |= {

@@ -29,32 +29,32 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def fields(**changes: Any) -> Arguments:
-    given: Arguments = {
+    arguments: Arguments = {
         "name": "a", "model": net, "data": batches, "loss": loss, "optimizer": sgd, "epochs": None, "steps": 2,
         "validation": batches, "evaluate_every": None, "metric": None, "lr_scheduler": None, "accumulate": 1,
         "clip_norm": None, "precision": "float32", "stages": None, "seed": 0, "tags": {},
     }  # fmt: skip
-    return given | changes
+    return arguments | changes
 
 
 def job(**changes: Any) -> fleet.Job:
     return fleet.Job(**fields(**changes))
 
 
-def plain_losses(given: Arguments) -> list[float]:
+def plain_losses(arguments: Arguments) -> list[float]:
     """Return the losses of the plain loop that a job stands for."""
-    torch.manual_seed(given["seed"])
-    module = given["model"]()
-    optimizer = given["optimizer"](module.parameters())
-    found = []
-    while len(found) < given["steps"]:
-        for one in given["data"]():
-            value = given["loss"](module, one)
+    torch.manual_seed(arguments["seed"])
+    module = arguments["model"]()
+    optimizer = arguments["optimizer"](module.parameters())
+    result = []
+    while len(result) < arguments["steps"]:
+        for example in arguments["data"]():
+            value = arguments["loss"](module, example)
             value.backward()
             optimizer.step()
             optimizer.zero_grad()
-            found.append(float(value))
-    return found[: given["steps"]]
+            result.append(float(value))
+    return result[: arguments["steps"]]
 
 
 def options(case: Case) -> Arguments:
@@ -68,10 +68,10 @@ def options(case: Case) -> Arguments:
 def trained(results: Any, _: Arguments) -> None:
     """Require that jobs are done, with plain training's losses."""
     require(len(results), "a result per job")
-    for one in results.values():
-        if one.state is fleet.JobState.FAILED:
-            raise Told(one.error)
-        require(list(one.losses) == plain_losses(fields()), "losses differ from plain training's")
+    for result in results.values():
+        if result.state is fleet.JobState.FAILED:
+            raise Told(result.error)
+        require(list(result.losses) == plain_losses(fields()), "losses differ from plain training's")
 
 
 def running(
@@ -80,72 +80,74 @@ def running(
     **potatoes: Any,
 ) -> Any:  # fmt: skip
     """Call `fleet.run` with its options as parameters, from which misuses are derived."""
-    given = {name: value for name, value in locals().items() if name != "potatoes"}
-    return fleet.run(**given, **potatoes)
+    arguments = {name: value for name, value in locals().items() if name != "potatoes"}
+    return fleet.run(**arguments, **potatoes)
 
 
 running.__annotations__ = {**fleet.Fleet.__init__.__annotations__, "jobs": fleet.run.__annotations__["jobs"]}
 running.__annotations__.pop("jobs_dir", None)
 
 
-def fleet_waits(one: Any, _: Arguments) -> None:
-    with one:
-        one.add(job())
-        trained(one.wait(), {})
+def fleet_waits(subject: Any, _: Arguments) -> None:
+    with subject:
+        subject.add(job())
+        trained(subject.wait(), {})
 
 
 def ran(case: Case) -> fleet.Results:
     return fleet.run([job()], **options(case))
 
 
-def job_runs(one: Any, given: Arguments) -> None:
-    results = fleet.run([one], ["cpu"], "64MiB", host="64MiB", run_dir=Path("../out/run").resolve(), progress=None)
-    if results[one.name].state is fleet.JobState.FAILED:
-        raise Told(results[one.name].error)
+def job_runs(subject: Any, arguments: Arguments) -> None:
+    results = fleet.run([subject], ["cpu"], "64MiB", host="64MiB", run_dir=Path("../out/run").resolve(), progress=None)
+    if results[subject.name].state is fleet.JobState.FAILED:
+        raise Told(results[subject.name].error)
 
 
 def shard(**changes: Any) -> Arguments:
-    given: Arguments = {
+    arguments: Arguments = {
         "forward_s": 1.0, "backward_s": 2.0, "step_s": 0.1, "parameter_bytes": 10, "state_bytes": 10,
         "boundary_bytes": 1, "activation_bytes": 5, "recomputes": False,
     }  # fmt: skip
-    return given | changes
+    return arguments | changes
 
 
 def cost(**changes: Any) -> Arguments:
-    given: Arguments = {
+    arguments: Arguments = {
         "name": "a", "shards": (fleet.ShardCost(**shard()),) * 2, "num_steps": 3, "accumulate": 1, "clips": False,
         "arrival_s": 0.0,
     }  # fmt: skip
-    return given | changes
+    return arguments | changes
 
 
 def device(**changes: Any) -> Arguments:
-    given: Arguments = {
+    arguments: Arguments = {
         "name": "cpu", "speed": 1.0, "budget_bytes": 1000, "in_bandwidth_bytes_per_s": 10.0,
         "out_bandwidth_bytes_per_s": 10.0,
     }  # fmt: skip
-    return given | changes
+    return arguments | changes
 
 
 def problem(**changes: Any) -> fleet.FleetProblem:
-    given = {"jobs": (fleet.JobCost(**cost()),), "devices": (fleet.DeviceCost(**device()),)}
-    return fleet.FleetProblem(**(given | changes))
+    arguments = {"jobs": (fleet.JobCost(**cost()),), "devices": (fleet.DeviceCost(**device()),)}
+    return fleet.FleetProblem(**(arguments | changes))
 
 
 def schedule() -> fleet.Schedule:
     return fleet.simulate(problem())
 
 
-def simulated(one: Any, _: Arguments) -> None:
-    fleet.verify(one, fleet.simulate(one))
-    require(fleet.lower_bound_s(one) <= fleet.simulate(one).makespan_s * (1 + 1e-9), "no schedule beats the bound")
+def simulated(subject: Any, _: Arguments) -> None:
+    fleet.verify(subject, fleet.simulate(subject))
+    require(
+        fleet.lower_bound_s(subject) <= fleet.simulate(subject).makespan_s * (1 + 1e-9), "no schedule beats the bound"
+    )
 
 
 def state(case: Case) -> fleet.FleetState:
-    made = fleet.FleetState(case.folder / "run")
-    made.create()
-    return made
+    result = fleet.FleetState(case.folder / "run")
+    result.create()
+    return result
 
 
 def row() -> fleet.JobRow:
@@ -163,8 +165,8 @@ def stored(case: Case) -> Arguments:
     }  # fmt: skip
 
 
-def _with_job(one: Any) -> Arguments:
-    one.add(job())
+def _with_job(subject: Any) -> Arguments:
+    subject.add(job())
     return {"name": "a"}
 
 
@@ -174,7 +176,7 @@ USES |= {
         call=fleet.Fleet, good=lambda case: {**options(case), "jobs_dir": None}, check=fleet_waits,
         methods={
             "add": lambda _: {"job": job()}, "pause": _with_job, "resume": _with_job, "stop": _with_job,
-            "forget": _with_job, "clone": lambda one: {**_with_job(one), "new_name": "b"},
+            "forget": _with_job, "clone": lambda subject: {**_with_job(subject), "new_name": "b"},
         },
     ),
     "fleet.Job": Use(
@@ -183,12 +185,12 @@ USES |= {
     ),
     "fleet.Device": Use(
         call=fleet.Device, good=lambda _: {"name": "cpu", "budget": "64MiB", "threads": 1},
-        check=lambda one, _: fleet.measure([job()], one, "64MiB", host="64MiB"),
+        check=lambda result, _: fleet.measure([job()], result, "64MiB", host="64MiB"),
     ),
     "fleet.Ablation": Use(
         call=fleet.Ablation, good=lambda _: {"double_buffer": True, "sharp": True, "recompute": None},
-        check=lambda one, _: trained(
-            fleet.run([job()], ["cpu"], "64MiB", host="64MiB", progress=None, ablation=one), {}
+        check=lambda result, _: trained(
+            fleet.run([job()], ["cpu"], "64MiB", host="64MiB", progress=None, ablation=result), {}
         ),
     ),
     "fleet.JobSource": Use(
@@ -197,9 +199,9 @@ USES |= {
     "fleet.measure": Use(
         call=fleet.measure,
         good=lambda _: {"jobs": [job()], "device": "cpu", "budget": "64MiB", "host": "64MiB"},
-        check=lambda costs, _: require(all(one.num_steps == 2 for one in costs), "costs"),
+        check=lambda costs, _: require(all(job_cost.num_steps == 2 for job_cost in costs), "costs"),
     ),
-    "fleet.stored_result": Use(call=fleet.stored_result, good=stored, check=lambda one, _: one.model()),
+    "fleet.stored_result": Use(call=fleet.stored_result, good=stored, check=lambda result, _: result.model()),
     "fleet.Results": Use(
         call=ran, good=lambda case: {"case": case}, made_by="fleet.run",
         methods={"__getitem__": lambda _: {"name": "a"}, "best": lambda _: {"metric": "loss", "mode": "min"}},
@@ -218,19 +220,20 @@ USES |= {
         check=simulated, methods={"may_run": lambda _: {"job": 0, "device": 0}},
     ),
     "fleet.JobCost": Use(
-        call=fleet.JobCost, good=lambda _: cost(), check=lambda one, _: simulated(problem(jobs=(one,)), {}),
+        call=fleet.JobCost, good=lambda _: cost(), check=lambda result, _: simulated(problem(jobs=(result,)), {}),
         methods={"unit": lambda _: {"index": 0}},
     ),
     "fleet.ShardCost": Use(
         call=fleet.ShardCost, good=lambda _: shard(),
-        check=lambda one, _: simulated(problem(jobs=(fleet.JobCost(**cost(shards=(one, one))),)), {}),
+        check=lambda result, _: simulated(problem(jobs=(fleet.JobCost(**cost(shards=(result, result))),)), {}),
     ),
     "fleet.DeviceCost": Use(
-        call=fleet.DeviceCost, good=lambda _: device(), check=lambda one, _: simulated(problem(devices=(one,)), {})
+        call=fleet.DeviceCost, good=lambda _: device(),
+        check=lambda result, _: simulated(problem(devices=(result,)), {}),
     ),
     "fleet.simulate": Use(
         call=fleet.simulate, good=lambda _: {"problem": problem(), "scheduler": "fifo"},
-        check=lambda one, _: require(one.makespan_s > 0, "a makespan"),
+        check=lambda result, _: require(result.makespan_s > 0, "a makespan"),
     ),
     "fleet.verify": Use(call=fleet.verify, good=lambda _: {"problem": problem(), "schedule": schedule()}),
     "fleet.lower_bound_s": Use(call=fleet.lower_bound_s, good=lambda _: {"problem": problem()}),

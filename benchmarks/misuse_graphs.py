@@ -74,9 +74,9 @@ def _loader(case: Case) -> Arguments:
 def _loads(loader: Any, _: Arguments) -> None:
     batches = list(loader)
     require(len(batches) == len(loader), "as many batches as it says")
-    for one in batches:
-        x = loader.features if isinstance(loader.features, dict) else loader.features[one.nodes]
-        require(torch.equal(one.x, x) if isinstance(x, torch.Tensor) else one.x == x, "features of the nodes")
+    for batch in batches:
+        x = loader.features if isinstance(loader.features, dict) else loader.features[batch.nodes]
+        require(torch.equal(batch.x, x) if isinstance(x, torch.Tensor) else batch.x == x, "features of the nodes")
 
 
 def _samples(sampler: Any, _: Arguments) -> None:
@@ -90,10 +90,10 @@ def _hetero(sampler: Any, _: Arguments) -> None:
 
 
 def _tier_problem(**changes: Any) -> unified.TierProblem:
-    given = {
+    arguments = {
         "num_rows": 10, "row_bytes": 64, "device_bytes": 64, "host_bytes": 128, "scores": torch.arange(10.0)
     }  # fmt: skip
-    return unified.TierProblem(**(given | changes))
+    return unified.TierProblem(**(arguments | changes))
 
 
 def _tier_plan() -> unified.TierPlan:
@@ -104,11 +104,11 @@ def _sample() -> unified.Sample:
     return unified.NeighborSampler(graph(), [2]).sample(torch.tensor([0]), number=0)
 
 
-def _written(path: Any, given: Arguments) -> None:
+def _written(path: Any, arguments: Arguments) -> None:
     unified.check(path)
     with unified.TieredFeatures(path) as table:
-        if isinstance(given["source"], torch.Tensor):
-            equal_rows(table, given["source"])
+        if isinstance(arguments["source"], torch.Tensor):
+            equal_rows(table, arguments["source"])
 
 
 def _aligned(case: Case) -> Path:
@@ -119,31 +119,34 @@ _TENSOR: dict[str, Callable[[Any], Arguments]] = {"__getitem__": lambda _: {"ind
 
 USES |= {
     "unified.wrap": Use(
-        call=unified.wrap, good=lambda _: {"tensor": rows()}, check=lambda one, given: equal_rows(one, given["tensor"])
+        call=unified.wrap, good=lambda _: {"tensor": rows()},
+        check=lambda result, arguments: equal_rows(result, arguments["tensor"]),
     ),
     "unified.empty": Use(
         call=unified.empty, good=lambda case: {"*shape": (4, 3), "budget": case.budget(host="1MiB")},
-        check=lambda one, _: require(one.dim() >= 0, "a tensor"),
+        check=lambda result, _: require(result.dim() >= 0, "a tensor"),
     ),
     "unified.from_file": Use(
         call=unified.from_file,
         good=lambda case: {"path": _feature_file(case), "budget": case.budget(host="1MiB")},
-        check=lambda one, _: equal_rows(one, rows()),
+        check=lambda result, _: equal_rows(result, rows()),
     ),
     "unified.is_unified": Use(
         call=unified.is_unified, good=lambda _: {"tensor": unified.wrap(rows())},
-        check=lambda is_one, given: require(is_one == isinstance(given["tensor"], unified.UnifiedTensor), "it tells"),
+        check=lambda is_unified, arguments: require(
+            is_unified == isinstance(arguments["tensor"], unified.UnifiedTensor), "it tells"
+        ),
     ),
     "unified.gather": Use(
         call=unified.gather, good=lambda _: {"table": unified.wrap(rows()), "index": chosen()},
-        check=lambda one, given: require(len(one) == len(given["index"]), "a row per index"),
+        check=lambda result, arguments: require(len(result) == len(arguments["index"]), "a row per index"),
     ),
     "unified.advise": Use(
         call=unified.advise, good=lambda _: {"tensor": unified.wrap(rows()), "advice": "read mostly"}
     ),
     "unified.UnifiedTensor": Use(
         call=unified.wrap, good=lambda _: {"tensor": rows()}, made_by="unified.wrap", methods=_TENSOR,
-        check=lambda one, given: equal_rows(one, given["tensor"]),
+        check=lambda result, arguments: equal_rows(result, arguments["tensor"]),
     ),
     "unified.place": Use(
         call=unified.place, good=lambda _: {"others": [unified.Operand.HOST], "preferences": ["device"]},
@@ -160,7 +163,7 @@ USES |= {
     ),
     "unified.plan_tiers": Use(
         call=unified.plan_tiers, good=lambda _: {"problem": _tier_problem()},
-        check=lambda plan, given: unified.verify(given["problem"], plan),
+        check=lambda plan, arguments: unified.verify(arguments["problem"], plan),
     ),
     "unified.TierProblem": Use(
         call=unified.TierProblem,
@@ -176,8 +179,9 @@ USES |= {
     "unified.count_accesses": Use(
         call=unified.count_accesses,
         good=lambda _: {"indexes": [torch.tensor([0, 1]), torch.tensor([1])], "num_rows": 3},
-        check=lambda counts, given: require(
-            not isinstance(given["indexes"], list) or given["indexes"] == [] or counts[:2].tolist() == [1, 2], "counts"
+        check=lambda counts, arguments: require(
+            not isinstance(arguments["indexes"], list) or not arguments["indexes"] or counts[:2].tolist() == [1, 2],
+            "counts",
         ),
     ),
     "unified.write_features": Use(
@@ -187,10 +191,10 @@ USES |= {
     "unified.check": Use(call=unified.check, good=lambda case: {"path": _aligned(case)}),
     "unified.Graph": Use(
         call=unified.Graph, good=lambda _: {"edge_index": edge_index(), "num_nodes": 4, "num_sources": None},
-        check=lambda one, given: require(
-            int(one.degrees().sum()) == given["edge_index"].shape[1], "each edge enters a node"
+        check=lambda result, arguments: require(
+            int(result.degrees().sum()) == arguments["edge_index"].shape[1], "each edge enters a node"
         ),
-        methods={"from_csc": lambda one: {"starts": one.starts, "sources": one.sources, "positions": None}},
+        methods={"from_csc": lambda subject: {"starts": subject.starts, "sources": subject.sources, "positions": None}},
     ),
     "unified.NeighborSampler": Use(
         call=unified.NeighborSampler, good=lambda _: {"graph": graph(), "fanouts": [2, 2]}, check=_samples,
@@ -204,8 +208,11 @@ USES |= {
     "unified.Loader": Use(call=unified.Loader, good=_loader, check=_loads),
     "unified.in_advance": Use(
         call=unified.in_advance, good=lambda _: {"batches": [1, 2, 3], "ahead": 2},
-        check=lambda found, given: require(
-            len(list(found)) == len(given["batches"]) if hasattr(given["batches"], "__len__") else list(found), "all"
+        check=lambda result, arguments: require(
+            len(list(result)) == len(arguments["batches"])
+            if hasattr(arguments["batches"], "__len__")
+            else list(result),
+            "all",
         ),
     ),
 }  # fmt: skip
@@ -252,13 +259,13 @@ def language(call: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function of the language so that it is called inside of a layer, on values of edges."""
 
     def run(*by_place: Any, **by_name: Any) -> torch.Tensor:
-        given = dict(inspect.signature(call).bind(*by_place, **by_name).arguments)
+        arguments = dict(inspect.signature(call).bind(*by_place, **by_name).arguments)
 
         def body(g: Any, x: Any) -> Any:
             for e in g.edges():
-                mine = {name: x[e.src] if value is _VALUE else value for name, value in given.items()}
+                mine = {name: x[e.src] if value is _VALUE else value for name, value in arguments.items()}
                 places = mine.pop("values", ())
-                message = call(*(x[e.src] if one is _VALUE else one for one in places), **mine)
+                message = call(*(x[e.src] if place is _VALUE else place for place in places), **mine)
             for n in g.nodes():
                 result = n.sum(message)
             return result
@@ -274,11 +281,13 @@ _ELEMENTWISE = ("elu", "exp", "gelu", "log", "relu", "sigmoid", "sqrt", "tanh")
 
 
 def _softmaxed(*by_place: Any, **by_name: Any) -> torch.Tensor:
-    given = dict(inspect.signature(relational.softmax).bind(*by_place, **by_name).arguments)
+    arguments = dict(inspect.signature(relational.softmax).bind(*by_place, **by_name).arguments)
 
     def body(g: Any, x: Any) -> Any:
         for e in g.edges():
-            score = relational.softmax(**(given | ({"score": x[e.src].sum(-1)} if given["score"] is _VALUE else {})))
+            score = relational.softmax(
+                **(arguments | ({"score": x[e.src].sum(-1)} if arguments["score"] is _VALUE else {}))
+            )
         for n in g.nodes():
             result = n.sum(score)
         return result
@@ -289,20 +298,20 @@ def _softmaxed(*by_place: Any, **by_name: Any) -> torch.Tensor:
 _softmaxed.__signature__ = inspect.signature(relational.softmax)  # type: ignore[attr-defined]
 
 
-def _rgcn(conv: Any, given: Arguments) -> None:
-    out = conv(torch.ones(4, given["in_channels"]), typed())
-    require(out.shape == (4, given["out_channels"]), "an output per node")
+def _rgcn(conv: Any, arguments: Arguments) -> None:
+    out = conv(torch.ones(4, arguments["in_channels"]), typed())
+    require(out.shape == (4, arguments["out_channels"]), "an output per node")
     out.sum().backward()
 
 
-def _rgat(conv: Any, given: Arguments) -> None:
-    out = conv(torch.ones(4, given["in_channels"]), typed())
+def _rgat(conv: Any, arguments: Arguments) -> None:
+    out = conv(torch.ones(4, arguments["in_channels"]), typed())
     require(len(out) == 4, "an output per node")
     out.sum().backward()
 
 
-def _plain_conv(conv: Any, given: Arguments) -> None:
-    require(conv(torch.ones(4, given["in_channels"]), typed()).shape[0] == 4, "an output per node")
+def _plain_conv(conv: Any, arguments: Arguments) -> None:
+    require(conv(torch.ones(4, arguments["in_channels"]), typed()).shape[0] == 4, "an output per node")
 
 
 def with_inverses(num_relations: int = 2) -> relational.RelationalGraph:
@@ -311,9 +320,9 @@ def with_inverses(num_relations: int = 2) -> relational.RelationalGraph:
     return relational.RelationalGraph(both, torch.cat((types, types + num_relations)), num_edge_types=2 * num_relations)
 
 
-def _compgcn(conv: Any, given: Arguments) -> None:
-    width = given["in_channels"]
-    nodes, relations = conv(torch.ones(4, width), torch.ones(4, width), with_inverses(given["num_relations"]))
+def _compgcn(conv: Any, arguments: Arguments) -> None:
+    width = arguments["in_channels"]
+    nodes, relations = conv(torch.ones(4, width), torch.ones(4, width), with_inverses(arguments["num_relations"]))
     require(len(nodes) == len(relations) == 4, "an output per node and relation")
 
 
@@ -327,8 +336,8 @@ def _hgt_graph() -> relational.RelationalGraph:
     )
 
 
-def _hgt(conv: Any, given: Arguments) -> None:
-    out = conv({name: torch.ones(2, given["in_channels"]) for name in METADATA[0]}, _hgt_graph())
+def _hgt(conv: Any, arguments: Arguments) -> None:
+    out = conv({name: torch.ones(2, arguments["in_channels"]) for name in METADATA[0]}, _hgt_graph())
     require(set(out) == set(METADATA[0]), "an output per node type")
 
 
@@ -344,9 +353,9 @@ def _ids() -> Path:
     return path
 
 
-def _saved_graph(one: relational.RelationalGraph) -> Path:
+def _saved_graph(subject: relational.RelationalGraph) -> Path:
     path = Path("../out/graph.pt").resolve()
-    one.save(path)
+    subject.save(path)
     return path
 
 
@@ -360,10 +369,12 @@ USES |= {
             "edge_index": edge_index(), "edge_type": torch.tensor(TYPES), "num_nodes": 4, "num_edge_types": 2,
             "node_type": torch.tensor([0, 0, 1, 1]), "num_node_types": 2,
         },
-        check=lambda one, _: require(torch.equal(relational.layer(copied_sums)(one, x()), _sums()), "sums over edges"),
+        check=lambda graph, _: require(
+            torch.equal(relational.layer(copied_sums)(graph, x()), _sums()), "sums over edges"
+        ),
         methods={
             "from_types": lambda _: {"edge_index": {("a", "to", "a"): edge_index()}, "num_nodes": {"a": 4}},
-            "load": lambda one: {"path": _saved_graph(one)},
+            "load": lambda subject: {"path": _saved_graph(subject)},
             "save": lambda _: {"path": "../out/graph.pt"},
             "to": lambda _: {"device": "cpu"},
             "charge_to": lambda _: {"budget": __import__("penstock").tiers.Budget(host="1MiB")},

@@ -29,25 +29,25 @@ def _advised(advice: Any, _: Arguments) -> None:
 
 
 def option(**changes: Any) -> advisor.Option:
-    given = {
+    arguments = {
         "name": "plain", "rooms": (), "is_refused": False, "reason": "", "peak_bytes": 1, "ratio": 1.0,
         "is_measured": True, "code": "",
     }  # fmt: skip
-    return advisor.Option(**(given | changes))
+    return advisor.Option(**(arguments | changes))
 
 
 USES |= {
     "advisor.advise": Use(
         call=advisor.advise,
         good=lambda case: {
-            "model": model(), "batch": batch(), "budget": "64MiB", "loss": lambda one, x: one(x).square().mean(),
+            "model": model(), "batch": batch(), "budget": "64MiB", "loss": lambda net, x: net(x).square().mean(),
             "optimizer": None, "rounds": 1, "disk": case.disk(),
         },
         check=_advised,
     ),
     "advisor.choose": Use(
         call=advisor.choose, good=lambda _: {"options": [option(), option(name="remat", ratio=2.0)]},
-        check=lambda one, given: require(one is None or one.name == "plain", "the fastest"),
+        check=lambda result, arguments: require(result is None or result.name == "plain", "the fastest"),
     ),
 }  # fmt: skip
 RECORDS |= {
@@ -66,12 +66,12 @@ def _folder(case: Case) -> Path:
     return case.folder / "out"
 
 
-def _is_written(_: Any, given: Arguments) -> None:
-    require(Path(given["path"]).stat().st_size > 0, "a file")
+def _is_written(_: Any, arguments: Arguments) -> None:
+    require(Path(arguments["path"]).stat().st_size > 0, "a file")
 
 
 def _pages(files: Any, _: Arguments) -> None:
-    require(all(Path(one).stat().st_size > 0 for one in files), "files")
+    require(all(Path(file).stat().st_size > 0 for file in files), "files")
 
 
 def _planned() -> Any:
@@ -140,9 +140,9 @@ UNCALLED |= {"report.REPORT_FILE": "the name of a file"}
 
 
 def _with_gradients() -> nn.Module:
-    made = model()
-    made(batch()).sum().backward()
-    return made
+    module = model()
+    module(batch()).sum().backward()
+    return module
 
 
 def _fault(tier: Any, _: Arguments) -> None:
@@ -168,18 +168,18 @@ USES |= {
         call=testing.FaultyTier,
         good=lambda _: {"inner": tiers.HostTier("1MiB", pinned=False), "seed": 0, "full": 0.0}, check=_fault,
         methods={
-            "reserve": lambda _: {"size_bytes": 4096}, "release": lambda one: {"extent": one.reserve(4096)},
-            "file_name": lambda one: {"piece": one.reserve(4096).pieces[0]},
-            "write": lambda one: {"piece": one.reserve(4096).pieces[0], "view": memoryview(bytes(4096))},
-            "read": lambda one: {"piece": one.reserve(4096).pieces[0], "view": memoryview(bytearray(4096))},
+            "reserve": lambda _: {"size_bytes": 4096}, "release": lambda subject: {"extent": subject.reserve(4096)},
+            "file_name": lambda subject: {"piece": subject.reserve(4096).pieces[0]},
+            "write": lambda subject: {"piece": subject.reserve(4096).pieces[0], "view": memoryview(bytes(4096))},
+            "read": lambda subject: {"piece": subject.reserve(4096).pieces[0], "view": memoryview(bytearray(4096))},
         },
         skips=frozenset({"write_storage", "read_storage", "tensor"}),
     ),
     "testing.GPT": Use(
         call=testing.GPT,
         good=lambda _: {"num_layers": 1, "width": 8, "num_heads": 2, "context": 8, "vocabulary": 16},
-        check=lambda one, given: one(
-            torch.zeros(1, given["context"], dtype=torch.long), torch.zeros(1, given["context"], dtype=torch.long)
+        check=lambda result, arguments: result(
+            *torch.zeros(2, 1, arguments["context"], dtype=torch.long)
         ).backward(),
         methods={
             "forward": lambda _: {
@@ -249,8 +249,8 @@ _TRACKING = {
 }
 
 
-def _searching(**given: Any) -> Any:
-    return integrations.search(**given)
+def _searching(**arguments: Any) -> Any:
+    return integrations.search(**arguments)
 
 
 def _has(name: str) -> bool:
@@ -270,7 +270,7 @@ USES |= {
     "integrations.PenstockArguments": Use(
         call=integrations.PenstockArguments,
         good=lambda _: {"penstock_budget": "6GiB", "penstock_disk": None, "penstock_method": "offload"},
-        check=lambda one, _: integrations.PenstockCallback(one),
+        check=lambda result, _: integrations.PenstockCallback(result),
     ),
 }  # fmt: skip
 RECORDS |= {

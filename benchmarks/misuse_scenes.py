@@ -15,8 +15,8 @@ from penstock import offload, remat
 
 
 def offloader_of(case: Case, module: nn.Module, **changes: Any) -> offload.Offloader:
-    given = {"budget": case.budget(disk=case.disk()), "min_size": 0}
-    return offload.activations(module, **(given | changes))
+    arguments = {"budget": case.budget(disk=case.disk()), "min_size": 0}
+    return offload.activations(module, **(arguments | changes))
 
 
 def forward(module: nn.Module) -> torch.Tensor:
@@ -42,8 +42,8 @@ def two_on_one_account(case: Case) -> None:
     held_bytes = budget.held_bytes("device")
     second = offload.activations(module, budget=budget, min_size=0)
     require(budget.held_bytes("device") == held_bytes, "parameters count once")
-    for one in (first, second, first, second):
-        trains(one, module)
+    for offloader in (first, second, first, second):
+        trains(offloader, module)
     first.close()
     second.close()
 
@@ -55,9 +55,9 @@ def two_threads(case: Case) -> None:
     def train(number: int) -> None:
         try:
             module = model()
-            one = offload.activations(module, disk=case.disk(f"disk{number}"), min_size=0)
-            trains(one, module, 5)
-            one.close()
+            offloader = offload.activations(module, disk=case.disk(f"disk{number}"), min_size=0)
+            trains(offloader, module, 5)
+            offloader.close()
         except BaseException as error:
             errors.append(error)
 
@@ -73,11 +73,11 @@ def two_threads(case: Case) -> None:
 @scene("offload: one offloader trained by two threads")
 def one_in_two_threads(case: Case) -> None:
     module = model()
-    one = offloader_of(case, module)
+    offloader = offloader_of(case, module)
     inside, leave = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with one:
+        with offloader:
             inside.set()
             leave.wait(10)
 
@@ -85,46 +85,46 @@ def one_in_two_threads(case: Case) -> None:
     thread.start()
     inside.wait(10)
     try:
-        trains(one, module)
+        trains(offloader, module)
     finally:
         leave.set()
         thread.join()
-        one.close()
+        offloader.close()
 
 
 @scene("offload: backward twice with retain_graph")
 def backward_twice(case: Case) -> None:
     module = model()
-    one, expected = offloader_of(case, module), plain(module)
-    with one:
+    offloader, expected = offloader_of(case, module), plain(module)
+    with offloader:
         loss = forward(module)
         loss.backward(retain_graph=True)
         module.zero_grad()
         loss.backward()
     same(gradients_of(module), expected, "backward again")
-    one.close()
+    offloader.close()
 
 
 @scene("offload: backward twice without retain_graph")
 def backward_again(case: Case) -> None:
     module = model()
-    one = offloader_of(case, module)
+    offloader = offloader_of(case, module)
     try:
-        with one:
+        with offloader:
             loss = forward(module)
             loss.backward()
             loss.backward()
     finally:
-        one.close()
+        offloader.close()
 
 
 @scene("offload: backward after close")
 def backward_after_close(case: Case) -> None:
     module = model()
-    one, expected = offloader_of(case, module), plain(module)
-    with one:
+    offloader, expected = offloader_of(case, module), plain(module)
+    with offloader:
         loss = forward(module)
-    one.close()
+    offloader.close()
     loss.backward()
     same(gradients_of(module), expected, "backward after close")
 
@@ -132,10 +132,10 @@ def backward_after_close(case: Case) -> None:
 @scene("offload: closed between forward and backward, inside")
 def closed_inside(case: Case) -> None:
     module = model()
-    one, expected = offloader_of(case, module), plain(module)
-    with one:
+    offloader, expected = offloader_of(case, module), plain(module)
+    with offloader:
         loss = forward(module)
-        one.close()
+        offloader.close()
         loss.backward()
     same(gradients_of(module), expected, "backward after close")
 
@@ -143,29 +143,29 @@ def closed_inside(case: Case) -> None:
 @scene("offload: backward outside of the context")
 def backward_outside(case: Case) -> None:
     module = model()
-    one, expected = offloader_of(case, module), plain(module)
+    offloader, expected = offloader_of(case, module), plain(module)
     for _ in range(3):
         module.zero_grad()
-        with one:
+        with offloader:
             loss = forward(module)
         loss.backward()
         same(gradients_of(module), expected, "backward outside")
-    one.close()
+    offloader.close()
 
 
 @scene("offload: backward in another thread")
 def backward_elsewhere(case: Case) -> None:
     module = model()
-    one, expected = offloader_of(case, module), plain(module)
+    offloader, expected = offloader_of(case, module), plain(module)
     for _ in range(2):
         module.zero_grad()
-        with one:
+        with offloader:
             loss = forward(module)
             thread = threading.Thread(target=loss.backward)
             thread.start()
             thread.join()
         same(gradients_of(module), expected, "backward elsewhere")
-    one.close()
+    offloader.close()
 
 
 @scene("offload: backward in a forked child")
@@ -173,84 +173,84 @@ def backward_forked(case: Case) -> None:
     from benchmarks.misuse_case import in_child
 
     module = model()
-    one = offloader_of(case, module)
+    offloader = offloader_of(case, module)
     try:
-        with one:
+        with offloader:
             loss = forward(module)
             in_child(loss.backward)
     finally:
-        one.close()
+        offloader.close()
 
 
 @scene("offload: create_graph")
 def create_graph(case: Case) -> None:
     module = model()
-    one = offloader_of(case, module)
+    offloader = offloader_of(case, module)
     try:
-        with one:
+        with offloader:
             torch.autograd.grad(forward(module), list(module.parameters()), create_graph=True)
     finally:
-        one.close()
+        offloader.close()
 
 
 @scene("offload: the optimizer steps between forward and backward")
 def changed_between(case: Case) -> None:
     module = model()
-    one = offloader_of(case, module)
+    offloader = offloader_of(case, module)
     try:
-        with one:
+        with offloader:
             loss = forward(module)
             with torch.no_grad():
                 for parameter in module.parameters():
                     parameter.add_(1)
             loss.backward()
     finally:
-        one.close()
+        offloader.close()
 
 
 @scene("offload: an exception inside, then on")
 def exception_inside(case: Case) -> None:
     module = model()
-    one = offloader_of(case, module)
+    offloader = offloader_of(case, module)
     for _ in range(2):
         try:
-            with one:
+            with offloader:
                 forward(module)
                 raise KeyboardInterrupt
         except KeyboardInterrupt:
             pass
-    trains(one, module)
-    one.close()
+    trains(offloader, module)
+    offloader.close()
 
 
 @scene("offload: the model is dropped in use")
 def dropped(case: Case) -> None:
     module = model()
-    one = offloader_of(case, module)
-    trains(one, module)
+    offloader = offloader_of(case, module)
+    trains(offloader, module)
     del module
     gc.collect()
-    one.statistics()
-    one.close()
+    offloader.statistics()
+    offloader.close()
 
 
 @scene("offload: a parameter is replaced in use")
 def replaced(case: Case) -> None:
     module = model()
-    one = offloader_of(case, module)
-    trains(one, module)
+    offloader = offloader_of(case, module)
+    trains(offloader, module)
     module[0].weight = nn.Parameter(torch.ones_like(module[0].weight))  # type: ignore[index]
-    trains(one, module)
-    one.close()
+    trains(offloader, module)
+    offloader.close()
 
 
 @scene("offload: its folder goes in use")
 def folder_gone(case: Case) -> None:
     module = model()
-    one = offloader_of(case, module)
+    offloader = offloader_of(case, module)
     shutil.rmtree(case.disk())
-    trains(one, module)
-    one.close()
+    trains(offloader, module)
+    offloader.close()
 
 
 @scene("offload: a file where a folder should be")
@@ -268,30 +268,30 @@ def no_folder(case: Case) -> None:
 @scene("offload: one folder twice")
 def folder_twice(case: Case) -> None:
     module = model()
-    one = offload.activations(module, disk=[case.disk(), case.disk()], min_size=0)
-    trains(one, module)
-    one.close()
+    offloader = offload.activations(module, disk=[case.disk(), case.disk()], min_size=0)
+    trains(offloader, module)
+    offloader.close()
 
 
 @scene("offload: a budget of one byte")
 def one_byte(case: Case) -> None:
     module = model()
-    one = offload.activations(module, budget=1, disk=case.disk(), min_size=0)
+    offloader = offload.activations(module, budget=1, disk=case.disk(), min_size=0)
     try:
-        trains(one, module)
+        trains(offloader, module)
     finally:
-        one.close()
+        offloader.close()
 
 
 @scene("offload: a budget below the activations")
 def small_budget(case: Case) -> None:
     module = model()
     size = sum(parameter.nbytes for parameter in module.parameters())
-    one = offload.activations(module, budget=2 * size + 10, disk=case.disk(), min_size=0)
+    offloader = offload.activations(module, budget=2 * size + 10, disk=case.disk(), min_size=0)
     try:
-        trains(one, module, 4)
+        trains(offloader, module, 4)
     finally:
-        one.close()
+        offloader.close()
 
 
 @scene("offload: wrap of what is wrapped")
@@ -325,10 +325,10 @@ def doubled_tiers(case: Case) -> None:
 @scene("offload: inside of a planned step")
 def offload_inside_remat(case: Case) -> None:
     module = model()
-    one = offloader_of(case, module)
+    offloader = offloader_of(case, module)
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        with one:
+        with offloader:
             return module(x).square().mean()
 
     planned = None
@@ -336,7 +336,7 @@ def offload_inside_remat(case: Case) -> None:
         planned = remat.optimize(step, [batch()], None)
         steps(planned, module, "offloading inside of a planned step")
     finally:
-        one.close()
+        offloader.close()
         if planned is not None:
             planned.close()
 
@@ -344,13 +344,13 @@ def offload_inside_remat(case: Case) -> None:
 @scene("offload: around a planned step")
 def offload_around_remat(case: Case) -> None:
     module = model()
-    one = offloader_of(case, module)
+    offloader = offloader_of(case, module)
     planned = remat.optimize(loss_of(module), [batch()], None)
     expected = plain(module)
     for _ in range(2):
         module.zero_grad()
-        with one:
+        with offloader:
             planned(batch()).backward()
         same(gradients_of(module), expected, "offloading around a planned step")
-    one.close()
+    offloader.close()
     planned.close()

@@ -19,9 +19,9 @@ def run(case: Case, *jobs: fleet.Job, **changes: Any) -> fleet.Results:
 
 def finished(results: fleet.Results) -> None:
     """Require that all jobs are done, or raise the first failure."""
-    for one in results.values():
-        if one.state is fleet.JobState.FAILED:
-            raise Told(one.error)
+    for result in results.values():
+        if result.state is fleet.JobState.FAILED:
+            raise Told(result.error)
 
 
 @scene("fleet: a device that is not there")
@@ -40,9 +40,9 @@ def one_parameter(case: Case) -> None:
     shared = nn.Parameter(torch.ones(16, 8))
 
     def make() -> nn.Module:
-        made = net()
-        made[0].weight = shared  # type: ignore[index]
-        return made
+        module = net()
+        module[0].weight = shared  # type: ignore[index]
+        return module
 
     finished(run(case, job(name="a", model=make), job(name="b", model=make)))
 
@@ -52,9 +52,9 @@ def one_storage(case: Case) -> None:
     shared = torch.ones(16, 8)
 
     def make() -> nn.Module:
-        made = net()
-        made[0].weight = nn.Parameter(shared[:])  # type: ignore[index]
-        return made
+        module = net()
+        module[0].weight = nn.Parameter(shared[:])  # type: ignore[index]
+        return module
 
     finished(run(case, job(name="a", model=make), job(name="b", model=make)))
 
@@ -78,8 +78,8 @@ def one_name(case: Case) -> None:
 
 @scene("fleet: one job object twice")
 def one_job(case: Case) -> None:
-    one = job()
-    run(case, one, one)
+    new_job = job()
+    run(case, new_job, new_job)
 
 
 @scene("fleet: no jobs")
@@ -105,10 +105,10 @@ def used_run_dir(case: Case) -> None:
 
 @scene("fleet: two fleets at once in one run_dir")
 def shared_run_dir(case: Case) -> None:
-    given = options(case)
-    with fleet.Fleet(**given) as first:
+    arguments = options(case)
+    with fleet.Fleet(**arguments) as first:
         first.add(job())
-        with fleet.Fleet(**given) as second:
+        with fleet.Fleet(**arguments) as second:
             second.add(job())
             second.wait()
         first.wait()
@@ -116,25 +116,25 @@ def shared_run_dir(case: Case) -> None:
 
 @scene("fleet: a job in two fleets")
 def two_fleets(case: Case) -> None:
-    one = job()
+    new_job = job()
     for name in ("first", "second"):
-        trained(run(case, one, run_dir=case.folder / "out" / name), {})
+        trained(run(case, new_job, run_dir=case.folder / "out" / name), {})
 
 
 @scene("fleet: used before it is entered")
 def fleet_unentered(case: Case) -> None:
-    one = fleet.Fleet(**options(case))
-    one.add(job())
-    one.wait()
+    running = fleet.Fleet(**options(case))
+    running.add(job())
+    running.wait()
 
 
 @scene("fleet: used after it is left")
 def fleet_left(case: Case) -> None:
-    with fleet.Fleet(**options(case)) as one:
-        one.add(job())
-        one.wait()
-    one.add(job(name="b"))
-    one.wait()
+    with fleet.Fleet(**options(case)) as running:
+        running.add(job())
+        running.wait()
+    running.add(job(name="b"))
+    running.wait()
 
 
 @scene("fleet: in another thread")
@@ -162,22 +162,22 @@ def fleet_inside(case: Case) -> None:
 
 @scene("fleet: a job that nobody knows")
 def unknown_job(case: Case) -> None:
-    with fleet.Fleet(**options(case)) as one:
-        one.add(job())
+    with fleet.Fleet(**options(case)) as running:
+        running.add(job())
         try:
-            one.pause("12 potatoes")
+            running.pause("12 potatoes")
         finally:
-            one.wait()
+            running.wait()
 
 
 @scene("fleet: inside of an offloader")
 def fleet_in_offloader(case: Case) -> None:
-    one = offloader_of(case, model())
+    offloader = offloader_of(case, model())
     try:
-        with one:
+        with offloader:
             trained(run(case, job()), {})
     finally:
-        one.close()
+        offloader.close()
 
 
 for _label, _changes in {
@@ -233,7 +233,7 @@ def fleet_small(case: Case) -> None:
 def fleet_budget(case: Case) -> None:
     budget = case.budget(device="64MiB", host="64MiB", disk=case.disk())
     module = model()
-    one = offload.activations(module, budget=budget, min_size=0)
+    offloader = offload.activations(module, budget=budget, min_size=0)
     trained(run(case, job(), budget=budget, host=None, disk=None), {})
-    trains(one, module)
-    one.close()
+    trains(offloader, module)
+    offloader.close()

@@ -14,8 +14,8 @@ from penstock import relational, unified
 
 
 def features(case: Case, source: Any = None, **changes: Any) -> unified.TieredFeatures:
-    given = {"host": 20 * 1024, "in_flight": 4096, "disk": case.disk()}
-    return unified.TieredFeatures(rows() if source is None else source, **(given | changes))
+    arguments = {"host": 20 * 1024, "in_flight": 4096, "disk": case.disk()}
+    return unified.TieredFeatures(rows() if source is None else source, **(arguments | changes))
 
 
 @scene("unified: one table in two TieredFeatures")
@@ -191,14 +191,16 @@ def two_layers(_: Case) -> None:
 
 @scene("relational: one graph in two threads")
 def graph_in_threads(_: Case) -> None:
-    shared, found = typed(), []
+    shared, outputs = typed(), []
     conv = relational.RGCNConv(8, 8, 2)
-    threads = [threading.Thread(target=lambda: found.append(conv(x(), shared))) for _ in range(3)]
+    threads = [threading.Thread(target=lambda: outputs.append(conv(x(), shared))) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    require(len(found) == 3 and all(torch.equal(one, conv(x(), typed())) for one in found), "as in one thread")
+    require(
+        len(outputs) == 3 and all(torch.equal(output, conv(x(), typed())) for output in outputs), "as in one thread"
+    )
 
 
 @scene("relational: one graph in a forked child")
@@ -213,30 +215,30 @@ def graph_forked(_: Case) -> None:
 @scene("relational: the caller's edges change")
 def edges_change(_: Case) -> None:
     edges = edge_index()
-    one = relational.RelationalGraph(edges, torch.zeros(6, dtype=torch.int64))
+    graph = relational.RelationalGraph(edges, torch.zeros(6, dtype=torch.int64))
     layer = relational.layer(copied_sums)
-    expected = layer(one, x())
+    expected = layer(graph, x())
     edges.fill_(99)
-    require(torch.equal(layer(one, x()), expected), "the graph has its own")
+    require(torch.equal(layer(graph, x()), expected), "the graph has its own")
 
 
 @scene("relational: one graph on two Budgets")
 def two_accounts(case: Case) -> None:
-    one = typed()
+    graph = typed()
     first, second = case.budget(device="1MiB"), case.budget(device="1MiB")
-    one.charge_to(first)
-    one.charge_to(second)
-    relational.RGCNConv(8, 8, 2)(x(), one)
+    graph.charge_to(first)
+    graph.charge_to(second)
+    relational.RGCNConv(8, 8, 2)(x(), graph)
     require(first.held_bytes("device") == 0 or second.held_bytes("device") == 0, "on one account at a time")
-    del one
+    del graph
 
 
 @scene("relational: one graph on one Budget twice")
 def one_account_twice(case: Case) -> None:
-    one, budget = typed(), case.budget(device="1MiB")
-    one.charge_to(budget)
+    graph, budget = typed(), case.budget(device="1MiB")
+    graph.charge_to(budget)
     held_bytes = budget.held_bytes("device")
-    one.charge_to(budget)
+    graph.charge_to(budget)
     require(budget.held_bytes("device") == held_bytes, "counts once")
 
 

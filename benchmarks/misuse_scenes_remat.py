@@ -15,8 +15,8 @@ from penstock import offload, remat, tiers
 def two_steps(case: Case) -> None:
     module, budget = model(), case.budget(device="1GiB")
     first, second = (remat.optimize(module, [batch()], budget) for _ in range(2))
-    for one in (first, second, first):
-        steps(one, module, "two steps")
+    for step in (first, second, first):
+        steps(step, module, "two steps")
     first.close()
     steps(second, module, "the other is closed")
     second.close()
@@ -26,12 +26,12 @@ def two_steps(case: Case) -> None:
 def two_rooms(case: Case) -> None:
     module, budget = model(), case.budget(device="1GiB", disk=case.disk())
     planned = remat.optimize(module, [batch()], budget)
-    one = offload.activations(module, budget=budget, min_size=0)
+    offloader = offload.activations(module, budget=budget, min_size=0)
     for _ in range(2):
         steps(planned, module, "beside offloading")
-        trains(one, module)
+        trains(offloader, module)
     planned.close()
-    one.close()
+    offloader.close()
 
 
 @scene("remat: backward twice")
@@ -278,9 +278,9 @@ def parked_twice(case: Case) -> None:
     waterfall.drain()
     layout, expected = tiers.ViewLayout.of(tensor), tensor.clone()
     del tensor
-    for one in (first, second):
-        require(torch.equal(layout.rebuild(one.get()), expected), "both come back")
-        one.release()
+    for step in (first, second):
+        require(torch.equal(layout.rebuild(step.get()), expected), "both come back")
+        step.release()
     waterfall.close()
 
 

@@ -21,7 +21,7 @@ Arguments = dict[str, Any]
 
 
 class Wrong(Exception):
-    """Raised if numbers differ from plain PyTorch's, or a call does not do what it promises."""
+    """The error for numbers that differ from plain PyTorch's, or for a call that does not do what it promises."""
 
 
 class Told(Exception):
@@ -46,7 +46,7 @@ class Use:
     """Uses the result, compares it with plain PyTorch and closes it. Raises `Wrong`."""
     methods: Mapping[str, Callable[[Any], Arguments]] = field(default_factory=dict)
     """Functions from the object to working arguments, for methods that need arguments."""
-    close: Callable[[Any], object] = lambda made: made.close() if callable(getattr(made, "close", None)) else None
+    close: Callable[[Any], object] = lambda result: result.close() if callable(getattr(result, "close", None)) else None
     """Closes the created object."""
     made_by: str = ""
     """The maker of a class that users do not call; its own parameters are then not misused."""
@@ -85,13 +85,13 @@ def public_names(room: str) -> dict[str, Any]:
 
 def public_methods(kind: type) -> list[str]:
     """Return the methods of a class of ours, including operators such as ``[...]``."""
-    own = [one for one in kind.__mro__ if one.__module__.startswith("penstock.")]
-    return sorted({name for one in own for name in vars(one) if _is_method(kind, name)})
+    own = [base for base in kind.__mro__ if base.__module__.startswith("penstock.")]
+    return sorted({name for owner in own for name in vars(owner) if _is_method(kind, name)})
 
 
 def public_properties(kind: type) -> list[str]:
-    own = [one for one in kind.__mro__ if one.__module__.startswith("penstock.")]
-    names = {name for one in own for name in vars(one) if not name.startswith("_")}
+    own = [base for base in kind.__mro__ if base.__module__.startswith("penstock.")]
+    names = {name for owner in own for name in vars(owner) if not name.startswith("_")}
     return sorted(name for name in names if isinstance(inspect.getattr_static(kind, name), property))
 
 
@@ -108,15 +108,15 @@ def _is_method(kind: type, name: str) -> bool:
 def missing() -> list[str]:
     """Return public names and methods for which no table says how they are called."""
     load()
-    found = []
+    result = []
     for room in ROOMS:
         for name, value in public_names(room).items():
             full = f"{room}.{name}"
             if sum(full in table for table in (USES, RECORDS, UNCALLED)) != 1:
-                found.append(full)
+                result.append(full)
             elif full in USES and inspect.isclass(value):
-                found += [f"{full}.{method}" for method in _unknown_methods(USES[full], value)]
-    return found
+                result += [f"{full}.{method}" for method in _unknown_methods(USES[full], value)]
+    return result
 
 
 def _unknown_methods(use: Use, kind: type) -> Iterator[str]:
@@ -126,11 +126,11 @@ def _unknown_methods(use: Use, kind: type) -> Iterator[str]:
 
 
 def needs_arguments(kind: type, method: str) -> bool:
-    """Whether a method cannot be called without arguments."""
+    """Return whether a method cannot be called without arguments."""
     bound = isinstance(inspect.getattr_static(kind, method), classmethod | staticmethod)
     parameters = list(inspect.signature(getattr(kind, method)).parameters.values())[0 if bound else 1 :]
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return any(one.default is one.empty and one.kind not in optional for one in parameters)
+    return any(parameter.default is parameter.empty and parameter.kind not in optional for parameter in parameters)
 
 
 def load() -> None:

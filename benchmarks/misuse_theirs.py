@@ -73,7 +73,11 @@ ACCEPTED: dict[tuple[str, str], str] = {}
 def reason_for(error: BaseException, public: str, parameter: str) -> str:
     """Return why another library's error stands; empty if it does not."""
     text = f"{type(error).__name__}: {error}"
-    for one in THEIRS:
-        if re.fullmatch(one.public, public) and re.fullmatch(one.parameter, parameter) and re.match(one.text, text):
-            return one.reason
+    for entry in THEIRS:
+        if (
+            re.fullmatch(entry.public, public)
+            and re.fullmatch(entry.parameter, parameter)
+            and re.match(entry.text, text)
+        ):
+            return entry.reason
     return ""

@@ -28,8 +28,8 @@ def _parks(waterfall: Any, _: Arguments) -> None:
 
 
 def _all_park(waterfalls: Any, _: Arguments) -> None:
-    for one in waterfalls:
-        _parks(one, {})
+    for waterfall in waterfalls:
+        _parks(waterfall, {})
 
 
 def _left(waterfall: tiers.Waterfall) -> tiers.Handle:
@@ -124,12 +124,14 @@ def _event() -> tiers.Event:
     return tiers.Event(lane="out", kind="copy", label="a", size_bytes=4096, start_s=0.0, end_s=1.0)
 
 
-def _traced(_: Any, given: Arguments) -> None:
-    require(json.loads(Path(given["path"]).read_text())["traceEvents"] is not None, "a trace is JSON")
+def _traced(_: Any, arguments: Arguments) -> None:
+    require(json.loads(Path(arguments["path"]).read_text())["traceEvents"] is not None, "a trace is JSON")
 
 
-def _rebuilt(layout: Any, given: Arguments) -> None:
-    require(torch.equal(layout.rebuild(given["tensor"].untyped_storage()), given["tensor"]), "the view is rebuilt")
+def _rebuilt(layout: Any, arguments: Arguments) -> None:
+    require(
+        torch.equal(layout.rebuild(arguments["tensor"].untyped_storage()), arguments["tensor"]), "the view is rebuilt"
+    )
 
 
 USES |= {
@@ -158,7 +160,7 @@ USES |= {
     "tiers.Footprint": Use(
         call=tiers.Footprint,
         good=lambda _: {"tensors": {1: 10}, "held_bytes": 10, "step_bytes": 10, "runs_beside": False},
-        check=lambda one, _: tiers.Budget(device="1GiB").enter(one),
+        check=lambda result, _: tiers.Budget(device="1GiB").enter(result),
     ),
     "tiers.waterfall_for": Use(
         call=tiers.waterfall_for, good=lambda case: {"device": "cpu", "budget": case.budget(disk=case.disk())},
@@ -232,7 +234,7 @@ USES |= {
     ),
     "tiers.version_of": Use(
         call=tiers.version_of, good=lambda _: {"tensor": torch.ones(3)},
-        check=lambda version, given: require(version == given["tensor"]._version, "the version"),
+        check=lambda version, arguments: require(version == arguments["tensor"]._version, "the version"),
     ),
     "tiers.check_version": Use(
         call=tiers.check_version, good=lambda _: {"tensor": torch.ones(3), "version": 0},
@@ -286,7 +288,7 @@ USES |= {
     "devices.stay_on_node": Use(call=devices.stay_on_node, good=lambda _: {"node": None}),
     "devices.accelerator_type": Use(call=devices.accelerator_type, good=lambda _: {}),
     "devices.accelerators": Use(call=devices.accelerators, good=lambda _: {}),
-    "devices.kinds": Use(call=devices.kinds, good=lambda _: {}, check=lambda found, _: require("cpu" in found, "cpu")),
+    "devices.kinds": Use(call=devices.kinds, good=lambda _: {}, check=lambda kinds, _: require("cpu" in kinds, "cpu")),
     "devices.used_device": Use(call=devices.used_device, good=lambda _: {}),
 }  # fmt: skip
 UNCALLED |= {
@@ -334,7 +336,7 @@ USES |= {
     "probe.giving_way": Use(call=probe.giving_way, good=lambda _: {"stop": lambda: None}, check=_entered),
     "probe.bandwidths": Use(
         call=probe.bandwidths, good=lambda case: {"directory": case.disk()},
-        check=lambda lanes, _: require(all(one.bandwidth_bytes_per_s > 0 for one in lanes), "bandwidths"),
+        check=lambda lanes, _: require(all(lane.bandwidth_bytes_per_s > 0 for lane in lanes), "bandwidths"),
     ),
     "probe.link_rate_bytes_per_s": Use(
         call=probe.link_rate_bytes_per_s, good=lambda _: {"device": torch.device("cpu")},
@@ -344,8 +346,8 @@ USES |= {
     "probe.gpu_direct_storage": Use(call=probe.gpu_direct_storage, good=lambda case: {"directory": case.disk()}),
     "probe.in_rounds": Use(
         call=probe.in_rounds, good=lambda _: {"ways": _calls(), "rounds": 2, "device": "cpu", "least_s": 0.0},
-        check=lambda times, given: require(
-            all(len(one) == given["rounds"] for one in times.values()), "a time per round"
+        check=lambda times, arguments: require(
+            all(len(time_s) == arguments["rounds"] for time_s in times.values()), "a time per round"
         ),
     ),
     "probe.paired_ratio": Use(
@@ -354,7 +356,7 @@ USES |= {
     ),
     "probe.provenance": Use(call=probe.provenance, good=lambda _: {"device": "cpu"}),
     "probe.Ledger": Use(
-        call=probe.Ledger, good=lambda _: {}, check=lambda one, _: one.charge(0),
+        call=probe.Ledger, good=lambda _: {}, check=lambda result, _: result.charge(0),
         methods={"charge": lambda _: {"size_bytes": 10}},
     ),
 }  # fmt: skip
@@ -363,7 +365,7 @@ RECORDS |= {
         lane="out", bandwidth_bytes_per_s=1.0, is_direct=True, measured_s=0.0
     ),
     "probe.Feature": lambda: probe.Feature(name="a", is_supported=False, reason="b"),
-    "probe.Place": lambda: probe.Place(name="host", description="", capacity_bytes=1, free_bytes=1),
+    "probe.MeasuredPlace": lambda: probe.MeasuredPlace(name="host", description="", capacity_bytes=1, free_bytes=1),
     "probe.MachineReport": lambda: probe.MachineReport(places=(), lanes=(), features=()),
     "probe.PeakReport": lambda: probe.PeakReport(
         peak_bytes=1, start_bytes=0, activation_bytes=1, released_bytes=0, rss_bytes=1,

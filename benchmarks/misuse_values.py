@@ -39,7 +39,7 @@ QUICK = ("None", "-1", "'12 potatoes'", "an object")
 
 
 def fits(annotation: Any, value: Any) -> bool:
-    """Whether a value is of the type that an annotation names, as far as that can be told; NaN fits no number."""
+    """Return whether a value has the type that an annotation names, as far as known; NaN fits no number."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if isinstance(annotation, str):
         return True  # a type from a library imported only for type checkers
@@ -73,9 +73,9 @@ def _fits_class(kind: Any, parts: tuple[Any, ...], value: Any) -> bool:
         return False
     if issubclass(kind, tuple | list | Sequence) and parts:
         inner = parts[0]
-        return all(fits(inner, one) for one in value)
+        return all(fits(inner, item) for item in value)
     if issubclass(kind, Mapping) and len(parts) == 2:
-        return all(fits(parts[0], key) and fits(parts[1], one) for key, one in value.items())
+        return all(fits(parts[0], key) and fits(parts[1], item) for key, item in value.items())
     return True
 
 
@@ -84,4 +84,4 @@ def annotations_of(function: Any) -> dict[str, Any]:
     try:
         return typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
     except (NameError, TypeError, AttributeError):
-        return {name: one.annotation for name, one in inspect.signature(function).parameters.items()}
+        return {name: parameter.annotation for name, parameter in inspect.signature(function).parameters.items()}

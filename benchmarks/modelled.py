@@ -33,7 +33,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One comparison."""
+    """The comparison of one modelled figure with a reported one."""
 
     headline: str
     """The paper's claim, by a short name."""
@@ -132,22 +132,22 @@ PyTorch counts as many operations for attention with a mask as without, so BERT 
 
 def best_schedule(problem: OffloadProblem) -> OffloadPlan:
     """Return the plan with the lowest peak without a stall, over bounds on bytes in flight that are powers of two."""
-    total = sum(one.size_bytes for one in problem.storages)
+    total = sum(storage.size_bytes for storage in problem.storages)
     bounds = [2**power for power in range(24, max(25, total.bit_length() + 1))]
     plans = [offload_plan(replace(problem, max_in_flight_bytes=bound)) for bound in bounds]
-    return min(plans, key=lambda one: (one.peak_bytes, one.stall_s))
+    return min(plans, key=lambda plan: (plan.peak_bytes, plan.stall_s))
 
 
 def ssdtrain() -> Iterator[Row]:
     """Yield activation peaks without a stall."""
     for machine, to_disk in (("a100-40gb-optane", True), ("h200", False), ("rtx4090", False), ("gh200", False)):
-        for one in SSDTRAIN:
-            problem = one.problem(MACHINES[machine], to_disk=to_disk)
+        for setting in SSDTRAIN:
+            problem = setting.problem(MACHINES[machine], to_disk=to_disk)
             ours, best = offload_plan(problem), best_schedule(problem)
             before = offload_plan(replace(problem, max_in_flight_bytes=128 * 2**20))
             yield Row(
                 headline="SSDTrain: activation peak",
-                setting=one.name,
+                setting=setting.name,
                 machine=machine,
                 ours=_saving(ours),
                 best=_saving(best),
@@ -161,8 +161,8 @@ def ssdtrain() -> Iterator[Row]:
             )
 
 
-def _saving(one: OffloadPlan) -> float:
-    return one.peak_bytes / one.keep_all_peak_bytes - 1
+def _saving(plan: OffloadPlan) -> float:
+    return plan.peak_bytes / plan.keep_all_peak_bytes - 1
 
 
 # Hydra
@@ -238,7 +238,9 @@ def hydra() -> Iterator[Row]:
     for name in ("a100", "rtx4090"):
         for training in HYDRA:
             problem = hydra_problem(MACHINES[name], training)
-            taken_s = {one: fleet.simulate(problem, one, records=False).makespan_s for one in _SCHEDULERS}
+            taken_s = {
+                scheduler: fleet.simulate(problem, scheduler, records=False).makespan_s for scheduler in _SCHEDULERS
+            }
             ours_s, naive_s = taken_s["fair"], fleet.model_parallel_s(problem)
             single_s = fleet.simulate(problem, double_buffer=False, records=False).makespan_s
             setting = f"12 x GPT-2 XL, 8 devices, {training.name}"
@@ -277,16 +279,16 @@ def libra() -> Iterator[Row]:
         step.close()
         plain_bytes = remat.plan(problem, 2**62).keep_all_peak_bytes - problem.static_bytes
         for method, at_most in (("recompute", 0.10), ("hybrid", 0.10), ("hybrid", None)):
-            found = _smallest(problem, method, at_most)
+            result = _smallest(problem, method, at_most)
             yield Row(
                 headline="Libra: largest batch",
                 setting=f"{name}, {method}, " + ("any time" if at_most is None else f"at most {at_most:.0%} slower"),
                 machine="h200",
-                ours=plain_bytes / (found.peak_bytes - problem.static_bytes),
+                ours=plain_bytes / (result.peak_bytes - problem.static_bytes),
                 best=None,
                 paper="3.12x" if at_most is None else "",
                 what="x",
-                note=f"{found.extra_s / found.step_s:.1%} slower; beside parameters, gradients and state",
+                note=f"{result.extra_s / result.step_s:.1%} slower; beside parameters, gradients and state",
             )
 
 
@@ -294,9 +296,9 @@ def _smallest(problem: remat.RematProblem, method: remat.Method, at_most: float 
     """Return the plan with the smallest peak that costs at most the given share of the step."""
     least, most = remat.smallest_budget_bytes(problem, method=method), remat.plan(problem, 2**62).keep_all_peak_bytes
     budgets = [least + (most - least) * part // 8 for part in range(9)]
-    plans = [one for one in remat.pareto(problem, budgets, method=method) if one is not None]
-    fits = [one for one in plans if at_most is None or one.extra_s <= at_most * one.step_s]
-    return min(fits, key=lambda one: one.peak_bytes)
+    plans = [plan for plan in remat.pareto(problem, budgets, method=method) if plan is not None]
+    fits = [plan for plan in plans if at_most is None or plan.extra_s <= at_most * plan.step_s]
+    return min(fits, key=lambda plan: plan.peak_bytes)
 
 
 # Hector
@@ -392,8 +394,8 @@ def relational_step_s(
 ) -> float:
     """Return seconds of forward and backward, in which each step reads and writes only what it must."""
     return sum(
-        machine.operator_s(flops=one.flops, size_bytes=one.bytes, dtype=torch.float32)
-        for one in layer.costs(graph, *tensors)
+        machine.operator_s(flops=cost.flops, size_bytes=cost.bytes, dtype=torch.float32)
+        for cost in layer.costs(graph, *tensors)
     )
 
 
@@ -406,8 +408,8 @@ def hector() -> Iterator[Row]:
         for name, (layer, tensors) in layers.items():
             taken_s = {}
             for chosen in itertools.product((True, False), repeat=len(_PASSES)):
-                one = layer.with_options(**dict(zip(_PASSES, chosen, strict=True)))
-                taken_s[chosen] = relational_step_s(one, graph, tensors, machine)
+                alternative = layer.with_options(**dict(zip(_PASSES, chosen, strict=True)))
+                taken_s[chosen] = relational_step_s(alternative, graph, tensors, machine)
             ours_s, plain_s = taken_s[True, True, True], taken_s[False, False, False]
             yield Row(
                 headline="Hector: passes",
@@ -476,15 +478,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=SECTIONS, action="append", help="a section")
     parser.add_argument("--json", type=Path, help="where to write the rows")
-    given = parser.parse_args(arguments)
-    rows = [row for name in given.only or SECTIONS for row in SECTIONS[name]()]
+    settings = parser.parse_args(arguments)
+    rows = [row for name in settings.only or SECTIONS for row in SECTIONS[name]()]
     table = Table("headline", "setting", "machine", "ours", "best", "paper", "note")
     for row in rows:
         best = "" if row.best is None else shown(row, row.best)
         table.add_row(row.headline, row.setting, row.machine, shown(row, row.ours), best, row.paper, row.note)
     Console().print(table)
-    if given.json is not None:
-        given.json.write_text(json.dumps({"modelled": True, "rows": [vars_of(row) for row in rows]}, indent=1))
+    if settings.json is not None:
+        settings.json.write_text(json.dumps({"modelled": True, "rows": [vars_of(row) for row in rows]}, indent=1))
 
 
 def shown(row: Row, value: float) -> str:

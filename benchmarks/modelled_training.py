@@ -53,7 +53,7 @@ WAYS = (
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = common.parser(str(__doc__).splitlines()[0])
-    given = options.parse_args(arguments)
+    settings = options.parse_args(arguments)
     rows: list[common.Row] = []
     for name in _HOST_BYTES_PER_S:
         lines = []
@@ -75,22 +75,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 )
             lines.append(line)
         title = f"Modelled, {MACHINES[name].title}, 22 GiB: tokens/s (of the computation's, bound by)"
-        common.show(title, ["tokens a step", "computation", *(one.name for one in WAYS)], lines)
+        common.show(title, ["tokens a step", "computation", *(way.name for way in WAYS)], lines)
         if _PUBLISHED[name]:
             print(f"published: {_PUBLISHED[name]}")
-    common.write(given.json, {"parameters": _PARAMETERS, "budget": _BUDGET_BYTES, "micro_batch": _MICRO_BATCH}, rows)
+    common.write(settings.json, {"parameters": _PARAMETERS, "budget": _BUDGET_BYTES, "micro_batch": _MICRO_BATCH}, rows)
 
 
 def computing_s(machine: Machine, tokens: int) -> float:
-    """Forward twice and backward: 8 operations for each parameter and token."""
+    """Return the seconds of two forwards and a backward: 8 operations per parameter and token."""
     return machine.operator_s(flops=8 * _PARAMETERS * tokens, size_bytes=0, dtype=torch.bfloat16)
 
 
 def step(machine: Machine, way: Way, tokens: int) -> tuple[float, str]:
-    """Seconds, and what takes them."""
-    found = dict(_parts(machine, way, tokens))
-    what = max(found, key=lambda one: found[one])
-    return found[what], what
+    """Return the seconds of a step, and the part that takes longest."""
+    result = dict(_parts(machine, way, tokens))
+    what = max(result, key=lambda part: result[part])
+    return result[what], what
 
 
 def _parts(machine: Machine, way: Way, tokens: int) -> Iterator[tuple[str, float]]:

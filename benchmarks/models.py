@@ -134,7 +134,7 @@ class Bottleneck(nn.Module):
         self.shortcut = nn.Identity() if is_same else nn.Sequential(*convolution(inputs, 4 * width, 1, stride=stride))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[batch, inputs, height, width]`` to ``[batch, 4 * width, height / stride, width / stride]``."""
+        """Map ``[batch, inputs, height, width]`` to ``[batch, 4 * width, height / stride, width / stride]``."""
         return functional.relu(self.residual(x) + self.shortcut(x), inplace=True)
 
 
@@ -167,7 +167,7 @@ class DenseLayer(nn.Sequential):
         )
 
     def forward(self, *features: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        """Tensors ``[batch, any, height, width]`` to ``[batch, growth, height, width]``."""
+        """Map tensors ``[batch, any, height, width]`` to ``[batch, growth, height, width]``."""
         return super().forward(torch.cat(features, dim=1))
 
 
@@ -179,7 +179,7 @@ class DenseBlock(nn.Module):
         self.layers = nn.ModuleList(DenseLayer(inputs + index * growth, growth) for index in range(num_layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[batch, inputs, height, width]`` to ``[batch, inputs + num_layers * growth, height, width]``."""
+        """Map ``[batch, inputs, height, width]`` to ``[batch, inputs + num_layers * growth, height, width]``."""
         features = [x]
         for layer in self.layers:
             features.append(layer(*features))
@@ -218,7 +218,7 @@ class Inception(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[batch, inputs, height, width]`` to ``[batch, sum of the branches, height, width]``."""
+        """Map ``[batch, inputs, height, width]`` to ``[batch, sum of the branches, height, width]``."""
         return torch.cat([branch(x) for branch in self.branches], dim=1)
 
 
@@ -250,12 +250,12 @@ class UNet(nn.Module):
         super().__init__()
         widths = [width * 2**level for level in range(5)]
         self.down = nn.ModuleList(nn.Sequential(*double(*pair)) for pair in pairwise([3, *widths]))
-        self.grow = nn.ModuleList(nn.ConvTranspose2d(2 * one, one, 2, stride=2) for one in widths[3::-1])
-        self.up = nn.ModuleList(nn.Sequential(*double(2 * one, one)) for one in widths[3::-1])
+        self.grow = nn.ModuleList(nn.ConvTranspose2d(2 * width, width, 2, stride=2) for width in widths[3::-1])
+        self.up = nn.ModuleList(nn.Sequential(*double(2 * width, width)) for width in widths[3::-1])
         self.head = nn.Conv2d(width, num_classes, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[batch, 3, height, width]`` to scores of each pixel, ``[batch, num_classes, height, width]``."""
+        """Map ``[batch, 3, height, width]`` to scores of each pixel, ``[batch, num_classes, height, width]``."""
         skipped: list[torch.Tensor] = []
         for level, down in enumerate(self.down):
             x = down(functional.max_pool2d(x, 2) if level else x)
@@ -280,7 +280,7 @@ class TimeStep(nn.Module):
         self.dropout = nn.Dropout(0.2)
 
     def forward(self, x: torch.Tensor, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """``x`` and each layer's hidden and cell state, all ``[batch, width]``, to the same one step later."""
+        """Map ``x`` and each layer's hidden and cell state, all ``[batch, width]``, to the same one step later."""
         after: list[torch.Tensor] = []
         for cell, hidden, memory in zip(self.cells, states[::2], states[1::2], strict=True):
             after += cell(self.dropout(x), (hidden, memory))
@@ -299,7 +299,7 @@ class LSTM(nn.Module):
         self.head = nn.Linear(width, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """``[batch, length]`` to scores, ``[batch, vocabulary, length]``."""
+        """Map ``[batch, length]`` to scores, ``[batch, vocabulary, length]``."""
         states = [torch.zeros(len(tokens), self.width, device=tokens.device)] * self.num_states
         outputs: list[torch.Tensor] = []
         for x in self.token(tokens).unbind(1):

@@ -228,7 +228,7 @@ def _traffic(method: Method, statistics: offload.OffloadStatistics, step_s: floa
 def _hidden_fraction(
     methods: list[Method], peaks: dict[str, probe.PeakReport], batch: tuple[torch.Tensor, ...], disk: Path
 ) -> list[Row]:
-    """The fraction of activations that the link can hide, min(1/2, rate x forward / activations), and what was."""
+    """Compare the offloaded share of activations with what the link hides: min(1/2, rate x forward / activations)."""
     plain = methods[0]
     with torch.no_grad():
         seconds = interleaved({"forward": lambda: plain.model(*batch)}, rounds=5, device="cuda")["forward"]
@@ -339,19 +339,21 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     options = parser(__doc__)
     options.add_argument("--picture", type=Path, help="write the curve here (.png)")
     options.add_argument("--only", choices=["compare", "curve", "lanes"], help="run one part")
-    given = options.parse_args(arguments)
-    size = size_of(given.device, given.quick)
-    picture = given.picture or (given.json.with_suffix(".png") if given.json else None)
-    configuration = {**{name: str(value) for name, value in vars(size).items()}, "device": given.device}
+    settings = options.parse_args(arguments)
+    size = size_of(settings.device, settings.quick)
+    picture = settings.picture or (settings.json.with_suffix(".png") if settings.json else None)
+    configuration = {**{name: str(value) for name, value in vars(size).items()}, "device": settings.device}
     rows: list[Row] = []
-    if given.only in (None, "lanes") and given.device == "cpu":
-        rows += lanes(given.device, given.disk, given.quick)
-    if given.only in (None, "compare"):
-        rows += compare(size, given.device, given.disk, given.quick)
-        write(given.json, configuration, rows, device=given.device)  # what is measured is kept, whatever comes after
-    if given.only in (None, "curve"):
-        rows += curve(size, given.device, given.disk, given.quick, picture)
-    write(given.json, configuration, rows, device=given.device)
+    if settings.only in (None, "lanes") and settings.device == "cpu":
+        rows += lanes(settings.device, settings.disk, settings.quick)
+    if settings.only in (None, "compare"):
+        rows += compare(size, settings.device, settings.disk, settings.quick)
+        write(
+            settings.json, configuration, rows, device=settings.device
+        )  # what is measured is kept, whatever comes after
+    if settings.only in (None, "curve"):
+        rows += curve(size, settings.device, settings.disk, settings.quick, picture)
+    write(settings.json, configuration, rows, device=settings.device)
     return rows
 
 

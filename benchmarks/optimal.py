@@ -26,7 +26,7 @@ class Optimum:
 
 
 def fastest(problem: remat.RematProblem, budget_bytes: int, limit_s: float = 300.0) -> Optimum | None:
-    """The optimum under ``budget_bytes``, static bytes included; ``None`` if none fits or none was found in time."""
+    """Return the optimum under ``budget_bytes``, static bytes included; ``None`` if none fits or the time ran out."""
     return _Program(problem, budget_bytes - problem.static_bytes).solve(limit_s)
 
 
@@ -36,9 +36,11 @@ def shortest_makespan_s(problem: fleet.FleetProblem, limit_s: float = 60.0) -> f
     A variable says whether a unit begins at a time; units of a job follow each other, and no more compute at a time
     than there are devices.
     """
-    chains = [[round(job.unit(at).compute_s) for at in range(job.num_units)] for job in problem.jobs]
+    chains = [[round(job.unit(index).compute_s) for index in range(job.num_units)] for job in problem.jobs]
     horizon = sum(map(sum, chains))
-    keys = [(job, at, time) for job, chain in enumerate(chains) for at in range(len(chain)) for time in range(horizon)]
+    keys = [
+        (job, index, time) for job, chain in enumerate(chains) for index in range(len(chain)) for time in range(horizon)
+    ]
     columns = {key: column for column, key in enumerate(keys)}
     end = len(columns)
     rows: list[dict[int, float]] = []
@@ -49,19 +51,19 @@ def shortest_makespan_s(problem: fleet.FleetProblem, limit_s: float = 60.0) -> f
         limits.append((low, high))
 
     for job, chain in enumerate(chains):
-        for at, duration in enumerate(chain):
-            add({columns[job, at, time]: 1.0 for time in range(horizon)}, 1, 1)
-            begins = {columns[job, at, time]: float(time) for time in range(horizon)}
-            if at + 1 < len(chain):
-                later = {columns[job, at + 1, time]: -float(time) for time in range(horizon)}
+        for index, duration in enumerate(chain):
+            add({columns[job, index, time]: 1.0 for time in range(horizon)}, 1, 1)
+            begins = {columns[job, index, time]: float(time) for time in range(horizon)}
+            if index + 1 < len(chain):
+                later = {columns[job, index + 1, time]: -float(time) for time in range(horizon)}
                 add(begins | later, -np.inf, -duration)
             else:
                 add({**begins, end: -1.0}, -np.inf, -duration)
     for time in range(horizon):
         busy = [
-            columns[job, at, begin]
+            columns[job, index, begin]
             for job, chain in enumerate(chains)
-            for at, duration in enumerate(chain)
+            for index, duration in enumerate(chain)
             for begin in range(max(0, time - duration + 1), time + 1)
         ]
         add(dict.fromkeys(busy, 1.0), 0, len(problem.devices))
@@ -76,7 +78,7 @@ def shortest_makespan_s(problem: fleet.FleetProblem, limit_s: float = 60.0) -> f
 
 
 def _sparse(rows: list[dict[int, float]], num_columns: int) -> csr_matrix:
-    entries = [(at, column, value) for at, row in enumerate(rows) for column, value in row.items()]
+    entries = [(index, column, value) for index, row in enumerate(rows) for column, value in row.items()]
     lines, columns, values = zip(*entries, strict=True)
     return csr_matrix((values, (lines, columns)), shape=(len(rows), num_columns))
 
@@ -86,11 +88,13 @@ class _Program:
         self.problem = problem
         self.num_forward = problem.num_forward
         self.stages = range(problem.num_forward, len(problem.operators))
-        self.storages = [index for index, one in enumerate(problem.storages) if one.producer < self.num_forward]
-        for one in problem.operators[: self.num_forward]:
-            if len(one.outputs) > 1:
-                raise ValueError(f"{one.name} makes {len(one.outputs)} storages; this program knows operators of one")
-        self.unit = max([one.size_bytes for one in problem.storages] + [1])
+        self.storages = [index for index, storage in enumerate(problem.storages) if storage.producer < self.num_forward]
+        for operator in problem.operators[: self.num_forward]:
+            if len(operator.outputs) > 1:
+                raise ValueError(
+                    f"{operator.name} makes {len(operator.outputs)} storages; this program knows operators of one"
+                )
+        self.unit = max([storage.size_bytes for storage in problem.storages] + [1])
         self.budget = budget_bytes / self.unit
         self.users: dict[int, list[int]] = {storage: [] for storage in range(len(problem.storages))}
         for index, operator in enumerate(problem.operators):
@@ -129,7 +133,7 @@ class _Program:
         self.is_whole.append(int(is_whole))
 
     def _variables(self) -> None:
-        """Whether operators run again in a stage, storages are held when it begins, and go after an operator of it."""
+        """Add variables: whether operators run again in a stage, and which storages it holds at its start and frees."""
         for stage in self.stages:
             for index, operator in enumerate(self.problem.operators[: self.num_forward]):
                 may_run = 0.0 if operator.must_run_once else 1.0
@@ -140,12 +144,12 @@ class _Program:
                     self._add(("freed", stage, storage, user), 0.0, 1.0, False)
 
     def _possible_users(self, storage: int, stage: int) -> list[int]:
-        """After whom it may go in a stage: its producer, forward operators that read it, and the stage's own."""
-        users = [one for one in self.users[storage] if one < self.num_forward or one == stage]
+        """Return the operators after which a storage may be freed in a stage: its producer and those that read it."""
+        users = [user for user in self.users[storage] if user < self.num_forward or user == stage]
         return [self.problem.storages[storage].producer, *users]
 
     def _is_run(self, stage: int, operator: int) -> tuple[dict[int, float], float]:
-        """Columns and a constant whose sum is 1 if ``operator`` runs in ``stage``."""
+        """Return columns and a constant whose sum is 1 if ``operator`` runs in ``stage``."""
         if operator == stage:
             return {}, 1.0
         return {self.columns["run", stage, operator, 0]: 1.0}, 0.0
@@ -162,51 +166,53 @@ class _Program:
                     self._at_most({held: -1.0}, -1.0)
                 if stage > self.num_forward:
                     before = self.columns["held", stage - 1, storage, 0]
-                    made = self.columns["run", stage - 1, producer, 0]
-                    self._at_most({held: 1.0, before: -1.0, made: -1.0}, 0.0)
+                    column = self.columns["run", stage - 1, producer, 0]
+                    self._at_most({held: 1.0, before: -1.0, column: -1.0}, 0.0)
                 for user in self._possible_users(storage, stage)[1:]:
                     run, constant = self._is_run(stage, user)
-                    made = self.columns["run", stage, producer, 0]
-                    self._at_most({**run, held: -1.0, made: -1.0}, -constant)
+                    column = self.columns["run", stage, producer, 0]
+                    self._at_most({**run, held: -1.0, column: -1.0}, -constant)
 
     def _forward_memory(self) -> None:
-        """While forward runs: what is held for backward, and what forward itself still reads."""
+        """Bound the memory of forward: storages held for backward, and storages that forward still reads."""
         first = self.num_forward
         for index, operator in enumerate(self.problem.operators[:first]):
             row, used = {}, operator.workspace_bytes / self.unit
             for storage in self.storages:
-                one = self.problem.storages[storage]
-                last = max([user for user in self.users[storage] if user < first], default=one.producer)
-                if one.producer <= index <= last:
-                    used += one.size_bytes / self.unit
-                elif one.producer <= index and self.stages:
-                    row[self.columns["held", first, storage, 0]] = one.size_bytes / self.unit
+                entry = self.problem.storages[storage]
+                last = max([user for user in self.users[storage] if user < first], default=entry.producer)
+                if entry.producer <= index <= last:
+                    used += entry.size_bytes / self.unit
+                elif entry.producer <= index and self.stages:
+                    row[self.columns["held", first, storage, 0]] = entry.size_bytes / self.unit
             self._at_most(row, self.budget - used)
 
     def _backward_memory(self, stage: int) -> None:
-        """While a stage runs: what it begins with, plus what it makes, less what it has freed."""
+        """Bound the memory of each stage: what it begins with, plus what it makes, less what it has freed."""
         problem, unit = self.problem, self.unit
-        now: dict[int, float] = {self.columns["held", stage, one, 0]: self._size(one) for one in self.storages}
-        others = sum(self._size(one) for one in self._backward_storages(stage))
+        now: dict[int, float] = {
+            self.columns["held", stage, storage, 0]: self._size(storage) for storage in self.storages
+        }
+        others = sum(self._size(backward_storage) for backward_storage in self._backward_storages(stage))
         for operator in (*range(self.num_forward), stage):
             run, constant = self._is_run(stage, operator)
             workspace = problem.operators[operator].workspace_bytes / unit
-            made = 0.0
+            result = 0.0
             if operator != stage:
-                made = sum(self._size(one) for one in problem.operators[operator].outputs)
+                result = sum(self._size(output) for output in problem.operators[operator].outputs)
             for column in run:
-                now[column] = now.get(column, 0.0) + made
+                now[column] = now.get(column, 0.0) + result
             peak = dict(now)
             for column in run:
                 peak[column] += workspace
-            own = sum(self._size(one) for one in problem.operators[stage].outputs) if operator == stage else 0.0
+            own = sum(self._size(output) for output in problem.operators[stage].outputs) if operator == stage else 0.0
             self._at_most(peak, self.budget - others - constant * workspace - own)
             for storage in self.storages:
                 if operator in self._possible_users(storage, stage):
                     now[self._free(stage, storage, operator)] = -self._size(storage)
 
     def _free(self, stage: int, storage: int, operator: int) -> int:
-        """The column that says that a storage goes after an operator of a stage: nobody reads it any more."""
+        """Return the column that says that a storage is freed after an operator of a stage, its last reader."""
         freed = self.columns["freed", stage, storage, operator]
         run, constant = self._is_run(stage, operator)
         self._at_most({freed: 1.0, **dict.fromkeys(run, -1.0)}, constant)
@@ -219,13 +225,13 @@ class _Program:
         return freed
 
     def _backward_storages(self, stage: int) -> list[int]:
-        """Storages of earlier stages that this or a later one reads, or that are handed out."""
-        found = []
-        for storage, one in enumerate(self.problem.storages):
-            is_older = self.num_forward <= one.producer < stage
-            if is_older and (one.is_output or max(self.users[storage], default=one.producer) >= stage):
-                found.append(storage)
-        return found
+        """Return storages of earlier stages that this or a later stage reads, or that are outputs."""
+        results = []
+        for storage, entry in enumerate(self.problem.storages):
+            is_older = self.num_forward <= entry.producer < stage
+            if is_older and (entry.is_output or max(self.users[storage], default=entry.producer) >= stage):
+                results.append(storage)
+        return results
 
     def _size(self, storage: int) -> float:
         return self.problem.storages[storage].size_bytes / self.unit

@@ -47,7 +47,7 @@ _SMALL: dict[str, Any] = {
 
 @cache
 def _steps() -> tuple[offload.Offloader, probe.PeakReport]:
-    """A small GPT with its activations on the disk, and the memory of one step."""
+    """Train a small GPT with its activations on the disk, and measure the memory of one step."""
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(**_SMALL, n_layer=4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -67,7 +67,7 @@ def _steps() -> tuple[offload.Offloader, probe.PeakReport]:
 
 @cache
 def _planned() -> remat.OptimizedStep:
-    """A step of the same kind, planned for 45% of its peak."""
+    """Plan a step of the same kind for 45% of its peak."""
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(**_SMALL, n_layer=4))
 
@@ -104,7 +104,7 @@ def _job(name: str, width: int, rate: float) -> fleet.Job:
 
 @cache
 def _trained() -> fleet.Results:
-    """Four jobs on two devices whose budget holds one of them at a time; one fails."""
+    """Train four jobs, one of which fails, on two devices whose budget holds one job at a time."""
     jobs = [_job("width 512", 512, 1e-3), _job("width 768", 768, 1e-3), _job("fast", 512, 5e-3), _job("wild", 512, 1e6)]
     devices = [fleet.Device(name="cpu", threads=1)] * 2
     return fleet.run(
@@ -114,7 +114,7 @@ def _trained() -> fleet.Results:
 
 @cache
 def _features() -> unified.TieredFeatures:
-    """A table of which memory holds a fifth, read by a sampler over a graph with hubs."""
+    """Read a table, of which memory holds a fifth, by a sampler over a graph with hubs."""
     generator = torch.Generator().manual_seed(0)
     hubs = (torch.rand(300_000, generator=generator) ** 4 * 30_000).long()
     graph = unified.Graph(torch.stack([hubs, torch.randint(30_000, (300_000,), generator=generator)]), num_nodes=30_000)
@@ -183,18 +183,18 @@ PAGES: dict[str, tuple[Callable[[Path], Path], Sequence[Shot]]] = {
 
 
 def size_of(page: Path, width: int) -> tuple[int, int]:
-    """Width and height in pixels that a page takes where ``width`` is given: wider means that it scrolls sideways."""
+    """Return the pixels, width and height, of a page in a window of ``width``; a wider page scrolls sideways."""
     with tempfile.TemporaryDirectory() as folder:
         frame = _framed(page, Path(folder), width, 800)
         shown = _chromium("--dump-dom", "--hide-scrollbars", f"--window-size={max(width, 600)},900", frame.as_uri())
-    found = re.search(r"<title>(\d+) (\d+)</title>", shown)
-    if found is None:
+    match = re.search(r"<title>(\d+) (\d+)</title>", shown)
+    if match is None:
         raise RuntimeError(f"Chromium did not show {page}: {shown[:300]}")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def screenshot(page: Path, png: Path, shot: Shot) -> tuple[int, int]:
-    """A picture of the page, from its top; returns `size_of` the page."""
+    """Write a picture of the page, from its top; return its `size_of`."""
     from PIL import Image
 
     shown_width, full_height = size_of(page, shot.width)
@@ -210,7 +210,7 @@ def screenshot(page: Path, png: Path, shot: Shot) -> tuple[int, int]:
 
 
 def _framed(page: Path, folder: Path, width: int, height: int) -> Path:
-    """A page that shows ``page`` in a frame of that size, and tells its size in its own title."""
+    """Return a page that shows ``page`` in a frame of that size, and that has its size as title."""
     frame = folder / "frame.html"
     style = ":root{color-scheme:light dark}body{margin:0}iframe{border:0;display:block}"
     script = (
@@ -236,13 +236,13 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
     options = argparse.ArgumentParser(description="Pictures for the docs.")
     options.add_argument("--out", type=Path, default=OUT)
     options.add_argument("--only", action="append", choices=list(PAGES), help="may be repeated")
-    given = options.parse_args(arguments)
-    out = given.out.resolve()
+    settings = options.parse_args(arguments)
+    out = settings.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     written = []
     with tempfile.TemporaryDirectory(dir=".") as folder, contextlib.chdir(folder):
         tempfile.tempdir = str(Path.cwd())
-        for name in given.only or PAGES:
+        for name in settings.only or PAGES:
             make, shots = PAGES[name]
             page = make(Path.cwd())
             for shot in shots:

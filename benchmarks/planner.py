@@ -1,8 +1,12 @@
-"""What the planner makes of a GPT of 8 x 256 at several budgets, by method and without refinement; of small steps,
-beside the optimum that a solver finds; and of a large graph.
+"""Extra time that plans cost at several budgets, and the planner's own time.
+
+Planned are a GPT of 8 x 256, by method and without refinement; small steps, next to the optimum that a solver finds;
+and a large graph.
 
 Planned figures only: operator times are a roofline of 60 GFLOP/s and 5 GB/s, the same on every machine,
 and the lanes carry 100 MB/s. Times of the planner itself are the clock's.
+
+Run it with ``python -m benchmarks.planner --json planner.json``.
 """
 
 import random
@@ -29,13 +33,15 @@ BUDGETS_MIB = (240.0, 160.0, 100.0, 64.4, 58.0, 51.5)
 
 
 def captured(num_layers: int) -> remat.RematProblem:
-    """The step of a GPT with roofline times, static bytes left out."""
+    """Return the captured step of a GPT with roofline times and no static bytes."""
     torch.manual_seed(0)
     model = GPT(num_layers=num_layers, width=WIDTH, num_heads=4, context=LENGTH)
     tokens = torch.randint(256, (BATCH, LENGTH))
     problem = remat.optimize(model, [tokens, tokens], None).plan.problem
-    sizes = [one.size_bytes for one in problem.storages]
-    operators = tuple(replace(one, duration_s=_roofline_s(one, sizes), workspace_bytes=0) for one in problem.operators)
+    sizes = [storage.size_bytes for storage in problem.storages]
+    operators = tuple(
+        replace(operator, duration_s=_roofline_s(operator, sizes), workspace_bytes=0) for operator in problem.operators
+    )
     return replace(
         problem,
         operators=operators,
@@ -46,22 +52,22 @@ def captured(num_layers: int) -> remat.RematProblem:
 
 
 def _roofline_s(operator: remat.Operator, sizes: list[int]) -> float:
-    """Matrix products have a token dimension on one side at least; sums of sizes tell the rest."""
-    made = sum(sizes[one] for one in operator.outputs)
-    read = sum(sizes[one] for one in operator.inputs)
+    """Return an operator's seconds from its sizes: a matrix product has a token dimension on at least one side."""
+    written = sum(sizes[output] for output in operator.outputs)
+    read = sum(sizes[storage] for storage in operator.inputs)
     flops = 0.0
     if operator.target in ("aten.addmm.default", "aten.mm.default"):
-        if made >= 4 * TOKENS * WIDTH:  # tokens x columns, from tokens x rows
-            flops = 2.0 * (made / 4) * max(WIDTH, read / 4 / TOKENS)
+        if written >= 4 * TOKENS * WIDTH:  # tokens x columns, from tokens x rows
+            flops = 2.0 * (written / 4) * max(WIDTH, read / 4 / TOKENS)
         else:  # a weight's gradient: two inputs over all tokens
-            flops = 2.0 * TOKENS * made / 4
+            flops = 2.0 * TOKENS * written / 4
     if "scaled_dot_product" in operator.target:
         flops = 4.0 * TOKENS * WIDTH * LENGTH * (2.5 if "backward" in operator.target else 1.0)
-    return max(flops / FLOPS, 3 * made / BYTES_PER_S)
+    return max(flops / FLOPS, 3 * written / BYTES_PER_S)
 
 
 def network(seed: int, num_forward: int) -> remat.RematProblem:
-    """A step of a random network: a chain with skips that join it again, cheap and dear operators, backward of each."""
+    """Return a step of a random network: a chain with skips that join it again, of cheap and expensive operators."""
     choose = random.Random(seed)
     inputs: list[tuple[int, ...]] = []
     for index in range(num_forward):
@@ -87,19 +93,19 @@ def network(seed: int, num_forward: int) -> remat.RematProblem:
     for index in reversed(range(1, num_forward)):
         read = (index,) if choose.random() < 0.3 else inputs[index]  # as tanh reads its output, and a product its input
         own = (gradients[index],) if index in gradients else ()
-        made, read = [], read + own
-        for one in inputs[index]:
-            if one in gradients:
-                read += (gradients[one],)  # the new gradient is added to what is there
-            gradients[one] = len(storages)
-            made.append(len(storages))
-            storages.append(remat.Storage(name=f"g{one}", size_bytes=sizes[one], producer=len(operators)))
+        result, read = [], read + own
+        for tensor in inputs[index]:
+            if tensor in gradients:
+                read += (gradients[tensor],)  # the new gradient is added to what is there
+            gradients[tensor] = len(storages)
+            result.append(len(storages))
+            storages.append(remat.Storage(name=f"g{tensor}", size_bytes=sizes[tensor], producer=len(operators)))
         operators.append(
             remat.Operator(
                 name=f"backward {index}",
                 target="any",
                 inputs=read,
-                outputs=tuple(made),
+                outputs=tuple(result),
                 duration_s=2 * operators[index].duration_s,
                 workspace_bytes=0,
             )
@@ -111,13 +117,13 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     options = parser(__doc__ or "")
     options.add_argument("--layers", type=int, default=300, help="of the large graph")
     options.add_argument("--limit-s", type=float, default=300.0, help="of the solver, for each budget")
-    given = options.parse_args(arguments)
+    settings = options.parse_args(arguments)
     rows: list[Row] = []
-    first = captured(2 if given.quick else 8)
+    first = captured(2 if settings.quick else 8)
     _curve(first, rows)
-    _beside_optimum({8: 1} if given.quick else {8: 5, 12: 5, 16: 5, 20: 2}, given.limit_s, rows)
-    _large(first if given.quick else captured(given.layers), rows)
-    write(given.json, {"flops": FLOPS, "bytes_per_s": BYTES_PER_S, "lane_bytes_per_s": LANE_BYTES_PER_S}, rows)
+    _beside_optimum({8: 1} if settings.quick else {8: 5, 12: 5, 16: 5, 20: 2}, settings.limit_s, rows)
+    _large(first if settings.quick else captured(settings.layers), rows)
+    write(settings.json, {"flops": FLOPS, "bytes_per_s": BYTES_PER_S, "lane_bytes_per_s": LANE_BYTES_PER_S}, rows)
     return rows
 
 
@@ -136,18 +142,19 @@ def _curve(problem: remat.RematProblem, rows: list[Row]) -> None:
         line = [f"{budget_mib:g}"]
         for name, options in ways.items():
             try:
-                made = remat.plan(problem, int(budget_mib * MIB), **options)
+                plan = remat.plan(problem, int(budget_mib * MIB), **options)
             except BudgetError:
                 line.append("refused")
                 continue
-            line.append(f"{made.extra_s / made.step_s:.2%}")
+            line.append(f"{plan.extra_s / plan.step_s:.2%}")
             rows.append(
-                Row(name=name, metric=f"extra time at {budget_mib:g} MiB", value=made.extra_s / made.step_s, unit="")
+                Row(name=name, metric=f"extra time at {budget_mib:g} MiB", value=plan.extra_s / plan.step_s, unit="")
             )
         lines.append(line)
     again = set(rerun_by_checkpoints(problem, [f"blocks.{index}" for index in range(100)]))
     extra = (
-        sum(one.duration_s for one in problem.operators[: problem.num_forward] if one.name in again) / problem.step_s
+        sum(operator.duration_s for operator in problem.operators[: problem.num_forward] if operator.name in again)
+        / problem.step_s
     )
     rows.append(Row(name="checkpoint per block", metric="extra time", value=extra, unit="of the step"))
     print(f"a checkpoint per block recomputes {extra:.1%} of the step")
@@ -159,7 +166,7 @@ def _curve(problem: remat.RematProblem, rows: list[Row]) -> None:
 
 
 def _beside_optimum(num_networks: dict[int, int], limit_s: float, rows: list[Row]) -> None:
-    """Recomputation alone: time of the step over the least that the solver finds, for networks by forward operators."""
+    """Compare recompute-only plans with the solver's optimum, for random networks by number of forward operators."""
     lines, all_steps, all_extras, num_unproven = [], [], [], 0
     for num_forward, num_each in num_networks.items():
         over_step, over_extra, gaps = [], [], []
@@ -170,12 +177,12 @@ def _beside_optimum(num_networks: dict[int, int], limit_s: float, rows: list[Row
             for share in SHARES:
                 budget = int(low + share * (high - low))
                 best = fastest(problem, budget, limit_s)
-                made = remat.plan(problem, budget, method="recompute")
+                plan = remat.plan(problem, budget, method="recompute")
                 assert best is not None, "the solver found no plan where the planner did"
-                over_step.append((made.step_s + made.extra_s) / (made.step_s + best.extra_s))
+                over_step.append((plan.step_s + plan.extra_s) / (plan.step_s + best.extra_s))
                 if best.extra_s > 0:
-                    over_extra.append(made.extra_s / best.extra_s)
-                gaps.append((best.extra_s - best.bound_s) / (made.step_s + best.extra_s))
+                    over_extra.append(plan.extra_s / best.extra_s)
+                gaps.append((best.extra_s - best.bound_s) / (plan.step_s + best.extra_s))
         unproven = sum(gap > 1e-3 for gap in gaps)
         num_unproven += unproven
         all_steps += over_step
@@ -206,9 +213,9 @@ def _large(problem: remat.RematProblem, rows: list[Row]) -> None:
     for method in ("recompute", "hybrid"):
         for what, asked in (("one budget", budgets[8:9]), ("20 budgets", budgets)):
             start_s = time.perf_counter()
-            made = remat.pareto(problem, asked, method=method)  # type: ignore[arg-type]
+            plans = remat.pareto(problem, asked, method=method)  # type: ignore[arg-type]
             taken_s = time.perf_counter() - start_s
-            accepted = sum(one is not None for one in made)
+            accepted = sum(plan is not None for plan in plans)
             rows.append(Row(name=f"{method}, {what}", metric="planning", value=taken_s, unit="s"))
             print(f"{len(problem.operators)} operators, {method}, {what} ({accepted} accepted): {taken_s:.1f} s")
 

@@ -1,8 +1,10 @@
-"""Relational layers against PyG and hand-written PyTorch: time of inference and of a training step, and peak memory.
+"""Time and peak memory of relational layers, in inference and training, against PyG and hand-written PyTorch.
 
 One layer on a whole graph, one head, tables of features as inputs that want gradients. Every peer runs in a process of
 its own, after its bytes were predicted; what needs more than the limit, or more than the time, is reported so.
 Our layer and the hand-written ones take turns in one process. The best of PyG's variants counts.
+
+Run it with ``python -m benchmarks.relational --json relational.json``.
 """
 
 import argparse
@@ -51,8 +53,8 @@ def measure(
     kinds: list[str], layer: str, edges: Edges, width: int, rounds: int, device: str
 ) -> dict[str, dict[str, float]]:
     """Return median seconds and peak bytes of inference and training, for all ``kinds`` in alternation."""
-    made = {kind: make(kind, layer, edges, width, device) for kind in kinds}
-    found: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
+    calls = {kind: make(kind, layer, edges, width, device) for kind in kinds}
+    results: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
 
     def infer(call: Call) -> None:
         with torch.no_grad():
@@ -64,20 +66,22 @@ def measure(
         call().sum().backward()
         synchronize(device)
 
-    for kind, (call, x) in made.items():
+    for kind, (call, x) in calls.items():
         start_s = time.perf_counter()
         infer(call)
         train(call, x)
-        found[kind]["first"] = time.perf_counter() - start_s
+        results[kind]["first"] = time.perf_counter() - start_s
         if kind == "penstock":
             rates = machine_rates(device)
-            found[kind]["inference limit"] = limit_s(lambda call=call: infer(call), *rates)
-            found[kind]["training limit"] = limit_s(lambda call=call, x=x: train(call, x), *rates)
-        found[kind]["inference peak"] = peak_bytes(lambda call=call: infer(call), device=device).activation_bytes
-        found[kind]["training peak"] = peak_bytes(lambda call=call, x=x: train(call, x), device=device).activation_bytes
+            results[kind]["inference limit"] = limit_s(lambda call=call: infer(call), *rates)
+            results[kind]["training limit"] = limit_s(lambda call=call, x=x: train(call, x), *rates)
+        results[kind]["inference peak"] = peak_bytes(lambda call=call: infer(call), device=device).activation_bytes
+        results[kind]["training peak"] = peak_bytes(
+            lambda call=call, x=x: train(call, x), device=device
+        ).activation_bytes
     seconds: dict[tuple[str, str], list[float]] = {}
     for _ in range(rounds):
-        for kind, (call, x) in made.items():
+        for kind, (call, x) in calls.items():
             start_s = time.perf_counter()
             infer(call)
             middle_s = time.perf_counter()
@@ -85,12 +89,12 @@ def measure(
             seconds.setdefault((kind, "inference"), []).append(middle_s - start_s)
             seconds.setdefault((kind, "training"), []).append(time.perf_counter() - middle_s)
     for (kind, what), taken in seconds.items():
-        found[kind][what] = median(taken)
-    return found
+        results[kind][what] = median(taken)
+    return results
 
 
 def machine_rates(device: str) -> tuple[float, float]:
-    """Floating-point operations a second of a product, bytes a second of a copy: the best of five."""
+    """Measure floating-point operations per second of a product, and bytes per second of a copy; best of five."""
     size = 1024 if device == "cpu" else 8192
     a, big = torch.randn(size, size, device=device), torch.zeros(2**25 if device == "cpu" else 2**28, device=device)
     other = torch.empty_like(big)
@@ -113,12 +117,12 @@ def limit_s(run: Callable[[], None], flops_per_s: float, bytes_per_s: float) -> 
     run_compiled = Compiled.run
 
     def counted(self: Compiled, graph: Any, inputs: Any) -> list[torch.Tensor]:
-        costs.extend(cost(self.lowered, at, graph, self.dtype.itemsize) for at in range(len(self.lowered.steps)))
+        costs.extend(cost(self.lowered, index, graph, self.dtype.itemsize) for index in range(len(self.lowered.steps)))
         return run_compiled(self, graph, inputs)
 
     with mock.patch.object(Compiled, "run", counted):
         run()
-    return sum(max(one.flops / flops_per_s, one.bytes / bytes_per_s) for one in costs)
+    return sum(max(price.flops / flops_per_s, price.bytes / bytes_per_s) for price in costs)
 
 
 def in_child(
@@ -132,7 +136,9 @@ def in_child(
         return f"exceeded {LIMIT_S:.0f} s"
     if status:
         return f"failed: {child.said[-1].strip()[:100] if child.said else status}"
-    result: dict[str, dict[str, float]] = json.loads(next(one for one in reversed(child.said) if one.startswith("{")))
+    result: dict[str, dict[str, float]] = json.loads(
+        next(line for line in reversed(child.said) if line.startswith("{"))
+    )
     return result
 
 
@@ -141,10 +147,10 @@ def case(layer: str, graph: str, width: int, rounds: int, rows: list[Row], devic
     edges = GRAPHS[graph]()
     name = f"{layer} {graph} {width}"
     by_hand = BY_HAND[layer] if edges.edge_index.shape[1] < 2_000_000 or device != "cpu" else []
-    found = in_child(["penstock", *by_hand], layer, graph, width, rounds, device)
-    if isinstance(found, str):
-        raise RuntimeError(f"{name}: {found}")
-    ours = found["penstock"]
+    results = in_child(["penstock", *by_hand], layer, graph, width, rounds, device)
+    if isinstance(results, str):
+        raise RuntimeError(f"{name}: {results}")
+    ours = results["penstock"]
     for metric in ("inference", "training"):
         share = ours[f"{metric} limit"] / ours[metric]
         rows.append(Row(name=name, metric=f"{metric}, share of the machine's limit", value=share, unit=""))
@@ -164,19 +170,19 @@ def case(layer: str, graph: str, width: int, rounds: int, rows: list[Row], devic
             rows.append(Row(name=name, metric=f"{variant}: {result}", value=needed, unit="bytes", peer=variant))
             print(f"{name}: {variant} {result}", flush=True)
         else:
-            found |= result
-    for kind, one in found.items():
+            results |= result
+    for kind, figures in results.items():
         for metric in ("inference", "training", "first"):
-            ratio = one[metric] / ours[metric]
-            rows.append(Row(name=name, metric=metric, value=one[metric], unit="s", peer=kind, ratio=ratio))
+            ratio = figures[metric] / ours[metric]
+            rows.append(Row(name=name, metric=metric, value=figures[metric], unit="s", peer=kind, ratio=ratio))
         for metric in ("inference peak", "training peak"):
-            ratio = one[metric] / max(1.0, ours[metric])
-            rows.append(Row(name=name, metric=metric, value=one[metric], unit="bytes", peer=kind, ratio=ratio))
+            ratio = figures[metric] / max(1.0, ours[metric])
+            rows.append(Row(name=name, metric=metric, value=figures[metric], unit="bytes", peer=kind, ratio=ratio))
     lines = [
-        [kind, *(f"{one[what] * 1e3:.1f} ms" for what in ("inference", "training")),
-         *(f"{one[what] / ours[what]:.2f}" for what in ("inference", "training")),
-         *(format_bytes(int(one[f"{what} peak"])) for what in ("inference", "training"))]
-        for kind, one in found.items()
+        [kind, *(f"{figures[what] * 1e3:.1f} ms" for what in ("inference", "training")),
+         *(f"{figures[what] / ours[what]:.2f}" for what in ("inference", "training")),
+         *(format_bytes(int(figures[f"{what} peak"])) for what in ("inference", "training"))]
+        for kind, figures in results.items()
     ]  # fmt: skip
     header = ["", "inference", "training", "over ours", "over ours", "inference peak", "training peak"]
     title = f"{name}: {edges.num_nodes:,} nodes, {edges.edge_index.shape[1]:,} edges, {edges.distinct:.2f} distinct"
@@ -190,22 +196,22 @@ def ablation(layer: str, graph: str, width: int, rounds: int, rows: list[Row], d
     whole = in_child(["penstock"], layer, graph, width, rounds, device)
     assert not isinstance(whole, str), whole
     for kind in ABLATIONS:
-        found = in_child([kind], layer, graph, width, rounds, device)
-        if isinstance(found, str):
-            lines.append([kind, found, "", "", ""])
+        result = in_child([kind], layer, graph, width, rounds, device)
+        if isinstance(result, str):
+            lines.append([kind, result, "", "", ""])
             continue
         ratios = []
         for metric in ("inference", "training", "inference peak", "training peak"):
             unit = "bytes" if "peak" in metric else "s"
-            ratios.append(found[kind][metric] / max(1e-9, whole["penstock"][metric]))
-            value = found[kind][metric]
+            ratios.append(result[kind][metric] / max(1e-9, whole["penstock"][metric]))
+            value = result[kind][metric]
             rows.append(Row(name=f"{name}, {kind}", metric=metric, value=value, unit=unit, ratio=ratios[-1]))
         lines.append([kind, *(f"{ratio:.2f}" for ratio in ratios)])
     show(f"{name}, over all passes on", ["", "inference", "training", "inference peak", "training peak"], lines)
 
 
 def first_calls(graph: str, rows: list[Row], device: str) -> None:
-    """Seconds from index tensors to gradients in a new process: with no compiled layer on disk, and with."""
+    """Measure the time from index tensors to gradients in a new process, with and without compiled layers on disk."""
     lines = []
     for layer in ("RGCN", "RGAT"):
         with tempfile.TemporaryDirectory() as cache:
@@ -234,7 +240,7 @@ def first_call_s(layer: str, graph: str, width: int, device: str) -> float:
 
 
 def blocks(rows: list[Row], rounds: int) -> None:
-    """Sampled blocks of 4,096 targets with 10 edges each: building their indexes against a training step on them."""
+    """Measure building indexes of sampled blocks (4,096 targets, 10 edges each) against a training step on them."""
     whole, lines = GRAPHS["hub"](), []
     generator = torch.Generator().manual_seed(0)
     for layer in ("RGCN", "RGAT"):
@@ -271,14 +277,14 @@ def blocks(rows: list[Row], rounds: int) -> None:
 
 
 def summary(rows: list[Row]) -> None:
-    """Geometric means over the real graphs at width 64: the best of PyG's variants, the same compiled, DGL, by hand."""
+    """Print geometric means over the real graphs at width 64: PyG's best variant, the same compiled, DGL, by hand."""
     groups: dict[tuple[str, str], list[str]] = {}
     for layer, variants in PEERS.items():
-        groups[layer, "PyG"] = [one for one in variants if one.endswith("Conv")]
-        groups[layer, "PyG compiled"] = [one for one in variants if one.endswith("compiled")]
-        groups[layer, "DGL"] = [one for one in variants if one == "dgl"]
-        for one in BY_HAND[layer]:
-            groups[layer, one] = [one]
+        groups[layer, "PyG"] = [variant for variant in variants if variant.endswith("Conv")]
+        groups[layer, "PyG compiled"] = [variant for variant in variants if variant.endswith("compiled")]
+        groups[layer, "DGL"] = [variant for variant in variants if variant == "dgl"]
+        for variant in BY_HAND[layer]:
+            groups[layer, variant] = [variant]
     for (layer, group), variants in groups.items():
         for metric in ("inference", "training", "inference peak", "training peak"):
             best: dict[str, float] = {}
@@ -301,9 +307,9 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     options.add_argument("--width", action="append", type=int)
     options.add_argument("--part", action="append", choices=["peers", "ablations", "first", "blocks"])
     options.add_argument("--rounds", type=int, default=9)
-    given = options.parse_args(arguments)
-    if given.child:
-        kinds, layer, graph, width, rounds, device = json.loads(given.child)
+    settings = options.parse_args(arguments)
+    if settings.child:
+        kinds, layer, graph, width, rounds, device = json.loads(settings.child)
         if device == "cpu":
             resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes(device), resource.RLIM_INFINITY))
         if kinds == "first":
@@ -311,29 +317,31 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             return []
         print(json.dumps(measure(kinds, layer, GRAPHS[graph](), width, rounds, device)))
         return []
-    declared = CASES if given.device == "cpu" else [*CASES, *ON_A_GPU]
-    cases = [("RGCN", "small", 16), ("RGAT", "small", 16), ("HGT", "small", 16)] if given.quick else declared
-    rounds = 3 if given.quick else given.rounds
+    declared = CASES if settings.device == "cpu" else [*CASES, *ON_A_GPU]
+    cases = [("RGCN", "small", 16), ("RGAT", "small", 16), ("HGT", "small", 16)] if settings.quick else declared
+    rounds = 3 if settings.quick else settings.rounds
     rows: list[Row] = []
     parts, config = (
-        given.part or ["peers", "ablations", "first", "blocks"],
-        {"rounds": rounds, "limit_bytes": limit_bytes(given.device), "limit_s": LIMIT_S},
+        settings.part or ["peers", "ablations", "first", "blocks"],
+        {"rounds": rounds, "limit_bytes": limit_bytes(settings.device), "limit_s": LIMIT_S},
     )
     for layer, graph, width in cases:
-        is_asked = (given.layer is None or layer in given.layer) and (given.graph is None or graph in given.graph)
-        if not is_asked or (given.width and width not in given.width):
+        is_asked = (settings.layer is None or layer in settings.layer) and (
+            settings.graph is None or graph in settings.graph
+        )
+        if not is_asked or (settings.width and width not in settings.width):
             continue
         if "peers" in parts:
-            case(layer, graph, width, rounds, rows, given.device)
+            case(layer, graph, width, rounds, rows, settings.device)
         if "ablations" in parts and width in (16, 64) and graph in (*REAL, "small", "AIFB by class"):
-            ablation(layer, graph, width, rounds, rows, given.device)
-        write(given.json, config, rows, device=given.device)
+            ablation(layer, graph, width, rounds, rows, settings.device)
+        write(settings.json, config, rows, device=settings.device)
     if "first" in parts:
-        first_calls("small" if given.quick else "FB15k-237", rows, given.device)
-    if "blocks" in parts and given.device == "cpu":
+        first_calls("small" if settings.quick else "FB15k-237", rows, settings.device)
+    if "blocks" in parts and settings.device == "cpu":
         blocks(rows, rounds)
     summary(rows)
-    write(given.json, config, rows, device=given.device)
+    write(settings.json, config, rows, device=settings.device)
     return rows
 
 

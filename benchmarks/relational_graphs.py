@@ -32,7 +32,7 @@ class Edges:
 
     @property
     def distinct(self) -> float:
-        """Return the number of distinct pairs of source and type over the number of edges."""
+        """Number of distinct pairs of source and type over the number of edges."""
         return len(torch.unique(self.edge_type * self.num_nodes + self.edge_index[0])) / self.edge_index.shape[1]
 
     def to(self, device: str) -> "Edges":
@@ -64,33 +64,33 @@ def knowledge_graph(folder: str) -> Edges:
 
 def aifb() -> Edges:
     """Return AIFB with inverse edges."""
-    found = read_ntriples(data_folder() / "aifb" / "aifb_stripped.nt.gz", inverses=True)
+    graph = read_ntriples(data_folder() / "aifb" / "aifb_stripped.nt.gz", inverses=True)
     return Edges(
         name="AIFB",
-        edge_index=found.edge_index,
-        edge_type=found.edge_type,
-        num_nodes=len(found.nodes),
-        num_edge_types=len(found.relations),
+        edge_index=graph.edge_index,
+        edge_type=graph.edge_type,
+        num_nodes=len(graph.nodes),
+        num_edge_types=len(graph.relations),
     )
 
 
 def aifb_by_class() -> Edges:
     """Return AIFB with inverse edges, nodes typed by their first ``rdf:type``; nodes without one get an extra type."""
-    found = read_ntriples(data_folder() / "aifb" / "aifb_stripped.nt.gz", inverses=True)
-    relation = next(number for name, number in found.relations.items() if name.endswith("22-rdf-syntax-ns#type>"))
-    chosen = found.edge_type == relation
-    subject, kind = found.edge_index[:, chosen].flip(1)
+    graph = read_ntriples(data_folder() / "aifb" / "aifb_stripped.nt.gz", inverses=True)
+    relation = next(number for name, number in graph.relations.items() if name.endswith("22-rdf-syntax-ns#type>"))
+    chosen = graph.edge_type == relation
+    subject, kind = graph.edge_index[:, chosen].flip(1)
     kinds, number = kind.unique(return_inverse=True)
-    node_type = torch.full((len(found.nodes),), len(kinds))
+    node_type = torch.full((len(graph.nodes),), len(kinds))
     node_type[subject] = number
     return Edges(
-        name="AIFB by class", edge_index=found.edge_index, edge_type=found.edge_type, num_nodes=len(found.nodes),
-        num_edge_types=len(found.relations), node_type=node_type,
+        name="AIFB by class", edge_index=graph.edge_index, edge_type=graph.edge_type, num_nodes=len(graph.nodes),
+        num_edge_types=len(graph.relations), node_type=node_type,
     )  # fmt: skip
 
 
 def slice_of_mag(share: float) -> Edges:
-    """Four node types and four relations with their inverses, in the numbers of ogbn-mag times ``share``."""
+    """Return four node types and four relations with their inverses, in the numbers of ogbn-mag times ``share``."""
     generator = torch.Generator().manual_seed(0)
     nodes = {"paper": 736_389, "author": 1_134_649, "institution": 8_740, "field": 59_965}
     sizes = [int(count * share) for count in nodes.values()]
@@ -115,7 +115,7 @@ def slice_of_mag(share: float) -> Edges:
 
 
 def synthetic(name: str, num_nodes: int, num_edges: int, num_types: int, distinct: float, hub: float = 0.0) -> Edges:
-    """Random edges, of which ``distinct`` have a (source, type) pair of their own; ``hub`` of them enter node 0."""
+    """Return random edges with ``distinct`` pairs of source and type; ``hub`` of the edges enter node 0."""
     generator = torch.Generator().manual_seed(0)
     num_pairs = max(1, int(distinct * num_edges))
     pairs = torch.randint(num_nodes * num_types, (num_pairs,), generator=generator)

@@ -29,7 +29,7 @@ ABLATIONS = {
 
 
 def is_installed(variant: str) -> bool:
-    """Whether a peer can be run here."""
+    """Return whether a peer can be run here."""
     return importlib.util.find_spec("dgl" if variant == "dgl" else "torch_geometric") is not None
 
 
@@ -52,12 +52,12 @@ def hetero(edges: Edges) -> tuple[dict[str, int], dict[tuple[str, str, str], tor
     place[order] = torch.arange(len(order)) - (counts.cumsum(0) - counts)[node_type[order]]
     ends = node_type[edges.edge_index]
     keys = (ends[0] * edges.num_edge_types + edges.edge_type) * len(counts) + ends[1]
-    found = {}
+    results = {}
     for key in keys.unique().tolist():
         source, kind, target = key // len(counts) // edges.num_edge_types, key // len(counts), key % len(counts)
         name = (f"n{source}", f"r{kind % edges.num_edge_types}", f"n{target}")
-        found[name] = place[edges.edge_index[:, keys == key]]
-    return {f"n{number}": int(count) for number, count in enumerate(counts)}, found
+        results[name] = place[edges.edge_index[:, keys == key]]
+    return {f"n{number}": int(count) for number, count in enumerate(counts)}, results
 
 
 def make(kind: str, layer: str, edges: Edges, width: int, device: str) -> tuple[Call, torch.Tensor]:
@@ -85,7 +85,7 @@ def _made(kind: str, layer: str, edges: Edges, width: int) -> tuple[Call, torch.
 
         theirs = pyg.HGTConv(width, width, metadata)
         called = torch.compile(theirs) if kind != name else theirs
-        return lambda: torch.cat([one for one in called(parts, index).values() if one is not None]), x
+        return lambda: torch.cat([tensor for tensor in called(parts, index).values() if tensor is not None]), x
     options = {"aggr": "add", "root_weight": False, "bias": False} if layer == "RGCN" else {"bias": False}
     sizes_of = (width, width, edges.num_edge_types)
     if kind == "penstock":
@@ -104,7 +104,7 @@ def _made(kind: str, layer: str, edges: Edges, width: int) -> tuple[Call, torch.
 
 
 def by_dgl(edges: Edges, width: int, x: torch.Tensor) -> Call:
-    """DGL's RGCN."""
+    """Make DGL's RGCN."""
     import dgl
 
     graph = dgl.graph(tuple(edges.edge_index), num_nodes=edges.num_nodes)
@@ -115,13 +115,13 @@ def by_dgl(edges: Edges, width: int, x: torch.Tensor) -> Call:
 def with_other_passes(options: dict[str, object]) -> None:
     """Compile our layers with other passes, from now on in this process."""
     for module in (_rgcn, _rgat, _hgt):
-        for name, one in list(vars(module).items()):
-            if isinstance(one, Layer):
-                mock.patch.object(module, name, one.with_options(**options)).start()
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Layer):
+                mock.patch.object(module, name, value.with_options(**options)).start()
 
 
 def segments_and_index_add(edges: Edges, width: int, x: torch.Tensor) -> Call:
-    """RGCN by hand: edges sorted by type, a product a segment, `index_add` into targets."""
+    """Make RGCN by hand: edges sorted by type, a product per segment, `index_add` into targets."""
     weight = torch.randn(edges.num_edge_types, width, width, requires_grad=True)
     order = edges.edge_type.argsort(stable=True)
     source, target = edges.edge_index[:, order]
@@ -136,7 +136,7 @@ def segments_and_index_add(edges: Edges, width: int, x: torch.Tensor) -> Call:
 
 
 def sum_first_by_sparse_mm(edges: Edges, width: int, x: torch.Tensor) -> Call:
-    """RGCN by hand: rows summed per (target, type) by a sparse matrix, a product a segment, a sparse sum per target."""
+    """Make RGCN by hand: sparse sums per (target, type), a product per segment, a sparse sum per target."""
     weight = torch.randn(edges.num_edge_types, width, width, requires_grad=True)
     keys, pair = torch.unique(edges.edge_type * edges.num_nodes + edges.edge_index[1], return_inverse=True)
     counts = (keys // edges.num_nodes).bincount(minlength=edges.num_edge_types).tolist()
@@ -152,13 +152,13 @@ def sum_first_by_sparse_mm(edges: Edges, width: int, x: torch.Tensor) -> Call:
 
     def forward() -> torch.Tensor:
         rows = torch.sparse.mm(gather, x).split(counts)
-        return torch.sparse.mm(spread, torch.cat([part @ one for part, one in zip(rows, weight, strict=True)]))
+        return torch.sparse.mm(spread, torch.cat([part @ matrix for part, matrix in zip(rows, weight, strict=True)]))
 
     return forward
 
 
 def compacted_attention(edges: Edges, width: int, x: torch.Tensor) -> Call:
-    """RGAT by hand: products once per pair of an end and a type, softmax and sums by `scatter` and `index_add`."""
+    """Make RGAT by hand: products once per pair of end and type, softmax and sums by `scatter` and `index_add`."""
     weight = torch.randn(edges.num_edge_types, width, width, requires_grad=True)
     query, key = (torch.randn(width, 1, requires_grad=True) for _ in range(2))
     count, nodes = edges.num_edge_types, edges.num_nodes

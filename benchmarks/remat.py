@@ -1,8 +1,10 @@
-"""Plans for byte budgets against eager training, a checkpoint per block and PyTorch's own activation_memory_budget.
+"""Peaks and step times of plans, against eager training, checkpoints and PyTorch's activation_memory_budget.
 
 For each model: peaks measured and predicted at budgets that leave 90% to 20% of eager's activation peak, gradients
 compared bit for bit, the time of steps at the peak of a checkpoint per block, the smallest budget of each method, and
 the maximum batch at eager's peak. Losses and gradients come from the node-by-node runner.
+
+Run it with ``python -m benchmarks.remat --disk /nvme --json remat.json``.
 """
 
 import copy
@@ -45,7 +47,7 @@ class Trainer:
     step: Callable[..., torch.Tensor]
 
     def __call__(self) -> torch.Tensor:
-        """Forward and backward with gradients zeroed in place and the generator set, for equal random numbers."""
+        """Run forward and backward with gradients zeroed in place and the generator set, for equal random numbers."""
         torch.manual_seed(1)
         for parameter in self.module.parameters():
             assert parameter.grad is not None
@@ -68,7 +70,7 @@ def trainer(workload: Workload, device: str, step_of: Callable[[nn.Module], Call
     module = module.to(device)
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    return Trainer(module, tuple(one.to(device) for one in tensors), step_of(module))
+    return Trainer(module, tuple(tensor.to(device) for tensor in tensors), step_of(module))
 
 
 class Bench:
@@ -80,7 +82,7 @@ class Bench:
         self.rows: list[Row] = []
         self.eager = trainer(workload, device, lambda module: module, self.batch)
         self.loss = self.eager()
-        self.expected = [one.clone() for one in self.eager.gradients()]
+        self.expected = [gradient.clone() for gradient in self.eager.gradients()]
         self.eager()
         self.is_repeatable = self._equals(self.eager)
         self.eager_peak = self.eager.peak()
@@ -111,49 +113,49 @@ class Bench:
             )
             return steps[0]
 
-        made = trainer(self.workload, self.device, optimized, self.batch)
-        return made, steps[0]
+        trained = trainer(self.workload, self.device, optimized, self.batch)
+        return trained, steps[0]
 
     def budgets(self, method: str) -> list[tuple[float, int, int, bool]]:
-        """Share, predicted and measured peak, and whether gradients are equal, for each budget that is accepted."""
+        """Measure each accepted budget: the share, the predicted and measured peak, and whether gradients are equal."""
         outcomes = []
         for share in SHARES if not self.quick else SHARES[4:5]:
             budget = self.problem.static_bytes + int(share * self.eager_peak.activation_bytes)
             try:
-                made, step = self.planned(budget, method)
+                trained, step = self.planned(budget, method)
             except BudgetError:
                 self.note(f"refused at {share:.0%}", budget, "bytes", method=method)
                 continue
-            report = made.peak()
+            report = trained.peak()
             measured = report.activation_bytes + self.problem.static_bytes
-            is_equal = torch.equal(report.result, self.loss) and self._gives_equal_gradients(made)
+            is_equal = torch.equal(report.result, self.loss) and self._gives_equal_gradients(trained)
             outcomes.append((share, step.plan.peak_bytes, measured, is_equal))
             self.note(f"measured over budget at {share:.0%}", measured / budget, "", method=method)
             self.note(f"measured over predicted at {share:.0%}", measured / step.plan.peak_bytes, "", method=method)
             extra = step.plan.plan.extra_s / step.plan.plan.step_s
             self.note(f"planned extra operator time at {share:.0%}", extra, "of the step", method=method)
             self.note(f"gradients and loss equal at {share:.0%}", is_equal, "", method=method)
-            del made, step
+            del trained, step
             gc.collect()
         return outcomes
 
-    def _gives_equal_gradients(self, made: Trainer) -> bool:
+    def _gives_equal_gradients(self, trained: Trainer) -> bool:
         """Compare what ``made`` left; where eager differs from itself with several threads, both again on one."""
         if self.is_repeatable:
-            return self._equals(made)
+            return self._equals(trained)
         num_threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
             self.eager()
-            expected = [one.clone() for one in self.eager.gradients()]
-            made()
-            return self._equals(made, expected)
+            expected = [gradient.clone() for gradient in self.eager.gradients()]
+            trained()
+            return self._equals(trained, expected)
         finally:
             torch.set_num_threads(num_threads)
 
-    def _equals(self, made: Trainer, expected: list[torch.Tensor] | None = None) -> bool:
-        pairs = zip(made.gradients(), expected or self.expected, strict=True)
-        return all(torch.equal(one, two) for one, two in pairs)
+    def _equals(self, trained: Trainer, expected: list[torch.Tensor] | None = None) -> bool:
+        pairs = zip(trained.gradients(), expected or self.expected, strict=True)
+        return all(torch.equal(ours, two) for ours, two in pairs)
 
     def at_checkpoint(self, rounds: int) -> None:
         """Compare with a checkpoint per block at its measured peak: time, and planned extra operator seconds."""
@@ -170,13 +172,13 @@ class Bench:
             smallest = remat.smallest_budget_bytes(self.problem, method=method) - self.problem.static_bytes
             self.note("smallest activation peak", smallest, "bytes", method=method)
             try:
-                made, step = self.planned(budget, method)
+                trained, step = self.planned(budget, method)
             except BudgetError:
                 continue
-            steps[method] = made
+            steps[method] = trained
             extra = step.plan.plan.extra_s / step.plan.plan.step_s
             self.note("planned extra operator time at checkpoint's peak", extra, "of the step", method=method)
-            made()
+            trained()
         seconds = interleaved(steps, rounds=rounds, device=self.device)
         for method in list(steps)[1:]:
             ratio, low, high = paired_ratio(seconds[method], seconds["eager"])
@@ -185,7 +187,7 @@ class Bench:
             self.note("the same, 95% high", high, "", method=method)
 
     def pytorch(self) -> None:
-        """PyTorch's own knob, with boxed runners as ours; planned extra time, and that of our plans at its peak."""
+        """Compare extra times with PyTorch's own knob, with boxed runners: at its peak, planned by it and by us."""
         for solver, ratio in [("dp", ratio) for ratio in RATIOS] + [(solver, 0.25) for solver in SOLVERS]:
             method = f"activation_memory_budget ({solver})"
             runs_again: list[str] = []
@@ -213,12 +215,14 @@ class Bench:
             return trainer(self.workload, self.device, compiled, self.batch).peak().activation_bytes
 
     def _extra(self, names: list[str]) -> float:
-        """Share of the step that forward's operators of these names take."""
-        seconds = {one.name: one.duration_s for one in self.problem.operators[: self.problem.num_forward]}
+        """Return the share of the step that forward's operators of these names take."""
+        seconds = {
+            operator.name: operator.duration_s for operator in self.problem.operators[: self.problem.num_forward]
+        }
         return sum(seconds.get(name, 0.0) for name in names) / self.problem.step_s
 
     def max_batch(self) -> None:
-        """The largest batch whose plan fits eager's peak, from the plan of each batch, over eager's batch."""
+        """Find the largest batch whose plan fits eager's peak, from the plan of each batch, over eager's batch."""
         budget = self.problem.static_bytes + self.eager_peak.activation_bytes
         for method in METHODS:
             largest = step = self.batch
@@ -230,10 +234,10 @@ class Bench:
             self.note("largest batch at eager's peak", largest, "", method=method, ratio=largest / self.batch)
 
     def _of_batch(self, batch: int) -> remat.RematProblem:
-        """The step on a batch of that size, captured and measured once."""
+        """Return the step on a batch of that size, captured and measured once."""
         if batch not in self.problems:
             module, tensors = make(self.workload.name, batch)
-            tensors = tuple(one.to(self.device) for one in tensors)
+            tensors = tuple(tensor.to(self.device) for tensor in tensors)
             step = remat.optimize(module.to(self.device), tensors, None, disk=self.disk)
             self.problems[batch] = step.plan.problem
         return self.problems[batch]
@@ -242,7 +246,7 @@ class Bench:
         return remat.pareto(problem, [budget_bytes], method=method, refine=False)[0] is not None
 
     def adapt(self) -> None:
-        """Planned extra time where something changes: the link's speed, the batch, the optimizer's state."""
+        """Measure the planned extra time when something changes: the link's speed, the batch, the optimizer's state."""
         half = self.problem.static_bytes + self.eager_peak.activation_bytes // 2
         for rate in LINKS:
             problem = self.problem.scaled(out=rate, back=rate)
@@ -252,7 +256,7 @@ class Bench:
         for batch in (self.batch * 3 // 2, self.batch * 2):
             for method in METHODS:
                 self._planned_extra(self._of_batch(batch), budget, method, f"eager's peak and {batch} samples")
-        parameters = sum(one.nbytes for one in self.eager.module.parameters())
+        parameters = sum(parameter.nbytes for parameter in self.eager.module.parameters())
         for name, copies in (("SGD with momentum", 1), ("Adam", 2)):
             problem = replace(self.problem, static_bytes=self.problem.static_bytes + copies * parameters)
             for method in METHODS:
@@ -292,19 +296,19 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     options.add_argument("--model", action="append", choices=list(WORKLOADS), help="only this one; may be repeated")
     options.add_argument("--part", action="append", choices=["budgets", "checkpoint", "pytorch", "batch", "adapt"])
     options.add_argument("--rounds", type=int, default=9)
-    given = options.parse_args(arguments)
-    parts = given.part or ["budgets", "checkpoint", "pytorch", "batch", "adapt"]
+    settings = options.parse_args(arguments)
+    parts = settings.part or ["budgets", "checkpoint", "pytorch", "batch", "adapt"]
     rows: list[Row] = []
     lines = []
-    for name in given.model or WORKLOADS:
+    for name in settings.model or WORKLOADS:
         torch._dynamo.reset()
-        bench = Bench(WORKLOADS[name], given.device, given.disk, given.quick)
+        bench = Bench(WORKLOADS[name], settings.device, settings.disk, settings.quick)
         outcomes = []
         if "budgets" in parts:
             for method in ("recompute", "hybrid"):
                 outcomes += bench.budgets(method)
         if "checkpoint" in parts:
-            bench.at_checkpoint(3 if given.quick else given.rounds)
+            bench.at_checkpoint(3 if settings.quick else settings.rounds)
         if "pytorch" in parts:
             bench.pytorch()
         if "batch" in parts:
@@ -314,21 +318,27 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         rows += bench.rows
         lines.append(_line(bench, outcomes))
         print(lines[-1], flush=True)
-        write(given.json, {"device": given.device, "quick": given.quick, "parts": parts}, rows, device=given.device)
+        write(
+            settings.json,
+            {"device": settings.device, "quick": settings.quick, "parts": parts},
+            rows,
+            device=settings.device,
+        )
     _summary(lines, rows)
     return rows
 
 
 def _line(bench: Bench, outcomes: list[tuple[float, int, int, bool]]) -> list[str]:
-    found = {(row.name.partition(", ")[2], row.metric): row.value for row in bench.rows}
+    result = {(row.name.partition(", ")[2], row.metric): row.value for row in bench.rows}
 
     def shown(method: str, metric: str, form: str = "{:.3f}") -> str:
-        value = found.get((method, metric))
+        value = result.get((method, metric))
         return "-" if value is None else format_bytes(int(value)) if form == "bytes" else form.format(value)
 
     off = max((abs(measured / predicted - 1) for _, predicted, measured, _ in outcomes), default=0.0)
     lowest = min(
-        (value for (_, metric), value in found.items() if metric.startswith("activation peak at")), default=float("nan")
+        (value for (_, metric), value in result.items() if metric.startswith("activation peak at")),
+        default=float("nan"),
     )
     extra, ratio = "planned extra operator time at checkpoint's peak", "step time over eager's at checkpoint's peak"
     return [

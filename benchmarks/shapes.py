@@ -1,8 +1,10 @@
-"""Later shapes: a plan from the profile of another batch, compared with one that was measured for its own batch.
+"""Plans for a batch from the profile of another batch, against plans from a profile of their own.
 
 For each model the step is planned at its batch, and then at three quarters of it, from the first profile. The predicted
 peak is compared with the measured one of the planned step, the predicted time of operators with a profile of that
 batch, measured alone; and the seconds are those from the call to the plan: tracing, measuring what must be, planning.
+
+Run it with ``python -m benchmarks.shapes --json shapes.json``.
 """
 
 import argparse
@@ -22,7 +24,7 @@ _SHARE = 0.7
 
 
 def t5() -> nn.Module:
-    """Hugging Face's, from texts to texts."""
+    """Make Hugging Face's T5, from texts to texts."""
     import transformers
 
     config = transformers.T5Config(
@@ -45,7 +47,7 @@ _MODELS = models.WORKLOADS | {
 
 
 def made(name: str, batch: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """The module and a batch."""
+    """Return the module and a batch."""
     torch.manual_seed(0)
     module = _MODELS[name].make()
     return module, _MODELS[name].make_batch(batch)
@@ -54,20 +56,22 @@ def made(name: str, batch: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = common.parser(str(__doc__).splitlines()[0])
     options.add_argument("--model", action="append", choices=list(_MODELS))
-    given = options.parse_args(arguments)
-    names = given.model or (["GPT-2"] if given.quick else list(_MODELS))
+    settings = options.parse_args(arguments)
+    names = settings.model or (["GPT-2"] if settings.quick else list(_MODELS))
     rows: list[common.Row] = []
     lines = []
     for name in names:
-        found = measured(name, given)
-        lines.append([name, *(f"{found[one]:.3f}" for one in _COLUMNS)])
-        rows += [common.Row(name=name, metric=one, value=found[one], unit=_COLUMNS[one]) for one in _COLUMNS]
-        common.write(given.json, {"share": _SHARE, "batch": "three quarters"}, rows, device=given.device)
+        result = measured(name, settings)
+        lines.append([name, *(f"{result[column]:.3f}" for column in _COLUMNS)])
+        rows += [
+            common.Row(name=name, metric=column, value=result[column], unit=_COLUMNS[column]) for column in _COLUMNS
+        ]
+        common.write(settings.json, {"share": _SHARE, "batch": "three quarters"}, rows, device=settings.device)
     for column, unit in _COLUMNS.items():
         values = [row.value for row in rows if row.metric == column]
         rows.append(common.Row(name="median", metric=column, value=median(values), unit=unit))
     lines.append(["median", *(f"{row.value:.3f}" for row in rows[-len(_COLUMNS) :])])
-    common.write(given.json, {"share": _SHARE, "batch": "three quarters"}, rows, device=given.device)
+    common.write(settings.json, {"share": _SHARE, "batch": "three quarters"}, rows, device=settings.device)
     common.show("A batch of three quarters, planned from the profile of the first", ["model", *_COLUMNS], lines)
 
 
@@ -81,9 +85,9 @@ _COLUMNS = {
 }
 
 
-def measured(name: str, given: argparse.Namespace) -> dict[str, float]:
+def measured(name: str, settings: argparse.Namespace) -> dict[str, float]:
     batch = _MODELS[name].batch
-    large = max(4, batch // 4) if given.quick else batch
+    large = max(4, batch // 4) if settings.quick else batch
     small = max(1, large * 3 // 4)
     model, inputs = made(name, large)
     _, other = made(name, small)
@@ -106,9 +110,11 @@ def measured(name: str, given: argparse.Namespace) -> dict[str, float]:
     plan_s = time.perf_counter() - start_s
     step(*other).backward()
     gc.collect()
-    report = probe.peak_bytes(lambda: step(*other).backward(), device=given.device)
-    states = planned.problem.static_bytes - sum(2 * one.nbytes for one in model.parameters())
-    states -= sum(one.nbytes for one in (*other, *model.buffers()))  # copies and generators' states, made in the step
+    report = probe.peak_bytes(lambda: step(*other).backward(), device=settings.device)
+    states = planned.problem.static_bytes - sum(2 * parameter.nbytes for parameter in model.parameters())
+    states -= sum(
+        tensor.nbytes for tensor in (*other, *model.buffers())
+    )  # copies and generators' states, made in the step
     predicted = planned.peak_bytes - planned.problem.static_bytes + states
     torch._dynamo.reset()
     alone = remat.optimize(model, other, None).plan.problem

@@ -117,8 +117,8 @@ def forked(seed: int, folder: Path, limit_s: float) -> dict[str, Any]:
 class Campaign:
     """Figures of all cases so far."""
 
-    def __init__(self, given: argparse.Namespace):
-        self.given, self.start_s = given, time.monotonic()
+    def __init__(self, settings: argparse.Namespace):
+        self.settings, self.start_s = settings, time.monotonic()
         self.figures, self.cases = Counter[str](), Counter[str]()
         self.findings: list[dict[str, Any]] = []
 
@@ -126,13 +126,13 @@ class Campaign:
         place = place_of(seed)
         self.cases[place] += 1
         self.figures.update(result["figures"])
-        for one in result["findings"]:
+        for finding in result["findings"]:
             again = f"python -m benchmarks.soak --case {seed}"
-            self.findings.append({"seed": seed, "place": place, "again": again, "drawn": result["drawn"], **one})
-            print(f"case {seed}, {place}: {one['kind']}: {one['text'].strip()[-600:]}", flush=True)
+            self.findings.append({"seed": seed, "place": place, "again": again, "drawn": result["drawn"], **finding})
+            print(f"case {seed}, {place}: {finding['kind']}: {finding['text'].strip()[-600:]}", flush=True)
 
     def rows(self) -> list[Row]:
-        kinds = Counter(one["kind"] for one in self.findings)
+        kinds = Counter(finding["kind"] for finding in self.findings)
         name = "soak"
         rows = [Row(name=name, metric="duration", value=round((time.monotonic() - self.start_s) / 3600, 4), unit="h")]
         rows.append(Row(name=name, metric="cases", value=sum(self.cases.values()), unit=""))
@@ -146,28 +146,28 @@ class Campaign:
 
     def flush(self) -> list[Row]:
         rows = self.rows()
-        options = {"minutes": self.given.minutes, "seed": self.given.seed, "findings": self.findings}
-        write(self.given.json, options, rows)
+        options = {"minutes": self.settings.minutes, "seed": self.settings.seed, "findings": self.findings}
+        write(self.settings.json, options, rows)
         return rows
 
 
-def campaign(given: argparse.Namespace, folder: Path) -> list[Row]:
+def campaign(settings: argparse.Namespace, folder: Path) -> list[Row]:
     """Run cases until the time is over."""
-    found = Campaign(given)
-    end_s, flushed_s, number = found.start_s + 60 * given.minutes, found.start_s, 0
-    while (time.monotonic() < end_s) if given.cases is None else (number < given.cases):
-        seed = given.seed * 1_000_000 + number
-        limit_s = LIMIT_S if given.cases is not None else min(LIMIT_S, max(20.0, end_s - time.monotonic() + 20))
-        found.add(seed, forked(seed, folder / str(seed), limit_s))
+    progress = Campaign(settings)
+    end_s, flushed_s, number = progress.start_s + 60 * settings.minutes, progress.start_s, 0
+    while (time.monotonic() < end_s) if settings.cases is None else (number < settings.cases):
+        seed = settings.seed * 1_000_000 + number
+        limit_s = LIMIT_S if settings.cases is not None else min(LIMIT_S, max(20.0, end_s - time.monotonic() + 20))
+        progress.add(seed, forked(seed, folder / str(seed), limit_s))
         _remove(folder / str(seed))
         number += 1
         if time.monotonic() - flushed_s > FLUSH_S:
             flushed_s = time.monotonic()
-            found.flush()
-    rows = found.flush()
+            progress.flush()
+    rows = progress.flush()
     show("soak", ["", "", ""], [[row.name, row.metric, f"{row.value} {row.unit}"] for row in rows if row.value])
-    for one in found.findings:
-        print(f"{one['kind']}: {one['place']}: {one['again']}")
+    for finding in progress.findings:
+        print(f"{finding['kind']}: {finding['place']}: {finding['again']}")
     return rows
 
 
@@ -179,7 +179,7 @@ def _remove(folder: Path) -> None:
 
 
 def _warm_up() -> None:
-    """Import once what cases need. Nothing here starts a thread."""
+    """Import what cases need, so that none of them pays for it. Nothing here starts a thread."""
     import tqdm
     import transformers  # noqa: F401
     from torch._dynamo import testing  # noqa: F401
@@ -197,30 +197,30 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     options.add_argument("--case", type=int, help="one case, by its seed")
     options.add_argument("--tiers", action="store_true", help="the campaign of soak_tiers, with its own length")
     options.add_argument("--fleet-faults", action="store_true", help="the campaign of fleet_faults")
-    given = options.parse_args(arguments)
-    if given.tiers or given.fleet_faults:
+    settings = options.parse_args(arguments)
+    if settings.tiers or settings.fleet_faults:
         from benchmarks import fleet_faults, soak_tiers
 
-        quick = ["--quick"] if given.quick else []
-        if given.tiers:
-            soak_tiers.main(["--cycles", "60" if given.quick else "10000", "--disk", str(given.disk)])
-        if given.fleet_faults:
-            rows = fleet_faults.main([*quick, "--disk", str(given.disk)])
-            return [replace(one, metric="findings: fleet") for one in rows if one.metric == fleet_faults.WRONG]
+        quick = ["--quick"] if settings.quick else []
+        if settings.tiers:
+            soak_tiers.main(["--cycles", "60" if settings.quick else "10000", "--disk", str(settings.disk)])
+        if settings.fleet_faults:
+            rows = fleet_faults.main([*quick, "--disk", str(settings.disk)])
+            return [replace(row, metric="findings: fleet") for row in rows if row.metric == fleet_faults.WRONG]
         return []
-    if given.quick and given.cases is None:
-        given.cases = len(PLACES)
+    if settings.quick and settings.cases is None:
+        settings.cases = len(PLACES)
     os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory(dir=given.disk, prefix="soak-") as text:
+    with tempfile.TemporaryDirectory(dir=settings.disk, prefix="soak-") as text:
         folder = Path(text).resolve()
         cache = os.environ.get("XDG_CACHE_HOME")
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
         try:
             _warm_up()
-            if given.case is None:
-                rows = campaign(given, folder)
+            if settings.case is None:
+                rows = campaign(settings, folder)
             else:
-                result = forked(given.case, folder / "case", LIMIT_S)
+                result = forked(settings.case, folder / "case", LIMIT_S)
                 print(json.dumps(result, indent=1).replace("\\n", "\n"))
                 rows = [Row(name="soak", metric="findings: all", value=len(result["findings"]), unit="")]
                 _remove(folder / "case")

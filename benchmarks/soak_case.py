@@ -47,27 +47,27 @@ class Case:
         self.choices = random.Random(self.seed)
 
     def draw(self, name: str, options: Sequence[Any]) -> Any:
-        """One of the options, noted under ``name``."""
+        """Draw one of the options, and note it under ``name``."""
         self.drawn[name] = chosen = self.choices.choice(options)
         return chosen
 
     def disk(self, name: str = "disk") -> Path:
-        """A folder for spilled bytes, empty when the case is over."""
+        """Return a folder for spilled bytes, which must be empty when the case is over."""
         path = self.folder / name
         path.mkdir(exist_ok=True)
         return path
 
     def budget(self, **places: Any) -> Budget:
-        """An account that has to be at zero when the case is over."""
+        """Return an account, which must be at zero when the case is over."""
         self.budgets.append(Budget(**places))
         return self.budgets[-1]
 
     def found(self, kind: str, text: str) -> None:
-        """Something is wrong."""
+        """Note that something is wrong."""
         self.findings.append({"kind": kind, "text": text[-4000:]})
 
     def injected(self, kind: str, count: int = 1) -> None:
-        """So many faults were injected."""
+        """Note how many faults were injected."""
         if count:
             self.figures[f"faults: {kind}"] += count
 
@@ -77,13 +77,13 @@ class Case:
             if ours.keys() != expected.keys():
                 self.found("wrong value", f"{what}: {sorted(ours.keys() ^ expected.keys())} are only on one side")
                 return False
-            return all(self.equal(f"{what}, {key}", ours[key], one) for key, one in expected.items())
+            return all(self.equal(f"{what}, {key}", ours[key], value) for key, value in expected.items())
         if isinstance(expected, list | tuple):
             if len(ours) != len(expected):
                 self.found("wrong value", f"{what}: {len(ours)} instead of {len(expected)}")
                 return False
             pairs = enumerate(zip(ours, expected, strict=True))
-            return all(self.equal(f"{what}[{at}]", one, other) for at, (one, other) in pairs)
+            return all(self.equal(f"{what}[{index}]", ours, other) for index, (ours, other) in pairs)
         if isinstance(expected, torch.Tensor):
             self.figures["compared_bytes"] += expected.nbytes
             is_same = (
@@ -117,7 +117,7 @@ def watched(case: Case, call: Callable[[Case], None]) -> None:
             gc.collect()
     _wait(lambda: not set(threading.enumerate()) - threads)
     if left := set(threading.enumerate()) - threads:
-        case.found("leak", f"threads: {sorted(one.name for one in left)}")
+        case.found("leak", f"threads: {sorted(thread.name for thread in left)}")
     if left := _files() - files:
         case.found("leak", f"open files: {sorted(left)}")
     if ledger.held_bytes != held_bytes:
@@ -142,15 +142,15 @@ def _wait(is_over: Callable[[], bool]) -> None:
 
 
 def _files() -> set[tuple[int, str]]:
-    found = set()
+    result = set()
     for name in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
             continue
         if not target.startswith("/proc/") and "/mpl-data/" not in target:  # fonts, which Matplotlib keeps open
-            found.add((int(name), target))
-    return found
+            result.add((int(name), target))
+    return result
 
 
 _OF_OTHERS = ("torchinductor", "torch_geometric.")
@@ -166,7 +166,7 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    """Every file that Python opens to write, and every folder that it makes, lies in a folder that was given."""
+    """Record an event of Python: every file opened to write, and every new folder, must lie in an allowed folder."""
     if not _watching:
         return
     if event == "open":
@@ -188,7 +188,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 @contextmanager
 def no_writes_outside(case: Any) -> Iterator[None]:
-    if not any(one is _audit for one in getattr(sys, "_penstock_audits", ())):
+    if not any(audit is _audit for audit in getattr(sys, "_penstock_audits", ())):
         sys.addaudithook(_audit)
         sys._penstock_audits = [_audit]  # type: ignore[attr-defined]
     allowed = (str(case.folder), os.environ["XDG_CACHE_HOME"], "/dev/null", "/dev/shm", "/proc/self")

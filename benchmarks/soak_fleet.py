@@ -64,7 +64,9 @@ def draw_jobs(case: Case, least: int = 2, most: int = 4) -> tuple[list[fleet.Job
                 accumulate=case.draw("accumulate", (1, 1, 2)),
                 clip_norm=case.draw("clip", (None, 0.5)),
                 precision=precision,
-                lr_scheduler=case.draw("scheduler", (None, lambda one: torch.optim.lr_scheduler.StepLR(one, 2, 0.5))),
+                lr_scheduler=case.draw(
+                    "scheduler", (None, lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
+                ),
             )
         )
         data.append(source)
@@ -79,7 +81,7 @@ def expected_losses(jobs: list[fleet.Job]) -> dict[str, list[float]]:
 
 
 def fleets(case: Case) -> None:
-    """Jobs on CPU devices, under a budget, with whatever happens to them."""
+    """Train jobs on CPU devices within a budget, under random faults and commands."""
     jobs, data = draw_jobs(case)
     expected = expected_losses(jobs)
     harm = case.draw(
@@ -101,11 +103,11 @@ def fleets(case: Case) -> None:
         options["verify"] = True
 
     def run(**changes: Any) -> fleet.Results:
-        with fleet.Fleet(devices, case.budget(device=size, **places), **{**options, **changes}) as made:
+        with fleet.Fleet(devices, case.budget(device=size, **places), **{**options, **changes}) as running:
             for job in jobs:
-                made.add(job)
-            steering = Steering(case, made, jobs)
-            results = made.wait(steering if harm == "steer" else None)
+                running.add(job)
+            steering = Steering(case, running, jobs)
+            results = running.wait(steering if harm == "steer" else None)
         expected.update(expected_losses(steering.clones))  # afterwards: the plain loop shares flags with whoever traces
         return results
 
@@ -147,14 +149,14 @@ def _schedulers() -> tuple[str, ...]:
 
 
 class Steering:
-    """Pauses, resumes, stops and clones jobs while they run."""
+    """The user's commands: it pauses, resumes, stops and clones jobs while they run."""
 
-    def __init__(self, case: Case, made: fleet.Fleet, jobs: list[fleet.Job]):
-        self.case, self.fleet, self.jobs = case, made, list(jobs)
+    def __init__(self, case: Case, running: fleet.Fleet, jobs: list[fleet.Job]):
+        self.case, self.fleet, self.jobs = case, running, list(jobs)
         self.paused, self.num_left, self.clones = set[str](), 6, list[fleet.Job]()
 
     def __call__(self) -> bool:
-        """Whether more may come."""
+        """Return whether more may come."""
         if self.num_left <= 0:
             for name in sorted(self.paused):
                 self._try("resume", name)
@@ -188,20 +190,20 @@ class Steering:
 def _check_states(
     case: Case, results: fleet.Results | None, expected: dict[str, list[float]], may_fail: set[str]
 ) -> None:
-    for name, one in (results or {}).items():
-        losses = list(one.losses)
+    for name, result in (results or {}).items():
+        losses = list(result.losses)
         case.figures["steps"] += len(losses)
-        case.figures[f"jobs: {one.state.value}"] += 1
+        case.figures[f"jobs: {result.state.value}"] += 1
         case.equal(f"losses of {name}", losses, expected[name][: len(losses)])
-        is_refused = one.error is not None and "BudgetError" in one.error
-        if one.state is JobState.FAILED and name not in may_fail and not is_refused:
-            case.found("undocumented error", f"{name} was not hit and failed: {one.error}")
-        if one.state is JobState.FAILED and one.error and not re.search(_DOCUMENTED, one.error):
-            case.found("undocumented error", f"{name}: {one.error}")
-        if one.state is JobState.DONE and len(losses) != len(expected[name]):
+        is_refused = result.error is not None and "BudgetError" in result.error
+        if result.state is JobState.FAILED and name not in may_fail and not is_refused:
+            case.found("undocumented error", f"{name} was not hit and failed: {result.error}")
+        if result.state is JobState.FAILED and result.error and not re.search(_DOCUMENTED, result.error):
+            case.found("undocumented error", f"{name}: {result.error}")
+        if result.state is JobState.DONE and len(losses) != len(expected[name]):
             case.found("wrong value", f"{name} is done after {len(losses)} steps")
-        if not one.state.is_over:
-            case.found("wrong value", f"{name} is {one.state.value} at the end")
+        if not result.state.is_over:
+            case.found("wrong value", f"{name} is {result.state.value} at the end")
 
 
 _DOCUMENTED = r"penstock\.errors\.\w+|Injected"
@@ -213,18 +215,18 @@ def _refused(
 ) -> None:  # fmt: skip
     """Check that a job trains within the budget that an error names."""
     for job in jobs:
-        one, sizes = results[job.name], list[int]()
-        while one.error is not None and (found := re.search(r"`budget` must be at least (\d+)", one.error)):
+        result, sizes = results[job.name], list[int]()
+        while result.error is not None and (match := re.search(r"`budget` must be at least (\d+)", result.error)):
             case.figures["refused budgets"] += 1
-            if len(sizes) == MOST_REFUSALS or int(found[1]) <= max(sizes, default=0):
-                case.found("budget", f"refused after {sizes}: {one.error}")
+            if len(sizes) == MOST_REFUSALS or int(match[1]) <= max(sizes, default=0):
+                case.found("budget", f"refused after {sizes}: {result.error}")
                 break
             case.figures["refused budgets, named before"] += bool(sizes)
-            sizes.append(int(found[1]))
+            sizes.append(int(match[1]))
             roomy = {"host": "1GiB", "disk": places["disk"]}
-            one = fleet.run([job], devices[:1], case.budget(device=sizes[-1], **roomy), progress=None)[job.name]
-        if sizes and one.state is JobState.DONE:
-            case.equal(f"losses of {job.name} in {sizes[-1]}", list(one.losses), expected[job.name])
+            result = fleet.run([job], devices[:1], case.budget(device=sizes[-1], **roomy), progress=None)[job.name]
+        if sizes and result.state is JobState.DONE:
+            case.equal(f"losses of {job.name} in {sizes[-1]}", list(result.losses), expected[job.name])
 
 
 def _killed(case: Case, run: Any, how: str) -> int:
@@ -251,17 +253,17 @@ def _killed(case: Case, run: Any, how: str) -> int:
 
 
 def _with_small_files(case: Case, run: Any, size: int, run_dir: Path) -> fleet.Results | None:
-    """A file system on which files cannot grow, for the first run; then the run goes on with room."""
+    """Run on a file system on which files cannot grow, then continue the run with room."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
     try:
         results = run()
-        text = [one.error for one in results.values()]
+        text = [result.error for result in results.values()]
     except (FleetStateError, CheckpointError, OSError) as error:
         case.figures[f"raised: {type(error).__name__}"] += 1
         text, results = [str(error)], None
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    case.drawn["refused"] = [one and one[:200] for one in text]
+    case.drawn["refused"] = [error and error[:200] for error in text]
     if results is None:
         shutil.rmtree(run_dir, ignore_errors=True)
         return run()
@@ -269,7 +271,7 @@ def _with_small_files(case: Case, run: Any, size: int, run_dir: Path) -> fleet.R
 
 
 def _without_folder(case: Case, run: Any, run_dir: Path) -> fleet.Results | None:
-    """The run's folder goes while jobs train."""
+    """Remove the run's folder while jobs train."""
     import threading
 
     def remove() -> None:

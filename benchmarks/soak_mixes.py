@@ -25,7 +25,7 @@ QUIET = {"min_size": 0, "min_saving": 0.0, "max_stall": 1.0, "verify": True, "ma
 
 
 def offloaded_relational_features(case: Case) -> None:
-    """Offloading around relational layers over rows that a loader reads from the disk; one account."""
+    """Offload around relational layers over rows that a loader reads from the disk, on one account."""
     budget, num_rows = case.budget(host="64MiB", disk={case.disk(): None}), 600
     generator = torch.Generator().manual_seed(case.choices.randrange(2**30))
     table = torch.randn(num_rows, 16, generator=generator)
@@ -35,7 +35,7 @@ def offloaded_relational_features(case: Case) -> None:
 
     def train_on(rows: Any, around: Callable[[nn.Module], Any]) -> list[torch.Tensor]:
         torch.manual_seed(3)
-        made: list[torch.Tensor] = []
+        drawn: list[torch.Tensor] = []
         empty = RelationalGraph(torch.zeros(2, 0, dtype=torch.int64), num_nodes=1, num_edge_types=3)
         model = Relational(kind, empty, width, 0.0)
         sampler = unified.NeighborSampler(unified.Graph(edges, num_nodes=num_rows), [4, 4])
@@ -47,14 +47,17 @@ def offloaded_relational_features(case: Case) -> None:
             model.zero_grad()
             with context:
                 hidden = torch.relu(model.first(batch.x, model.graph))
-                found = model.second(hidden, model.graph)[: len(batch.seeds)]
-                loss = functional.cross_entropy(found, batch.y)
+                output = model.second(hidden, model.graph)[: len(batch.seeds)]
+                loss = functional.cross_entropy(output, batch.y)
                 loss.backward()
-            made += [loss.detach(), *(one.grad.clone() for one in model.parameters() if one.grad is not None)]
+            drawn += [
+                loss.detach(),
+                *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None),
+            ]
             case.figures["steps"] += 1
         if hasattr(context, "close"):
             context.close()
-        return made
+        return drawn
 
     expected = train_on(table, lambda _: contextlib.nullcontext())
     with mock.patch("penstock.unified._tiered.buffer_bytes_for", return_value=0):
@@ -75,7 +78,7 @@ def planned_beside_a_fleet(case: Case) -> None:
     loop = Loop(
         num_steps=4, accumulate=1, optimizer="sgd", keeps_gradients=False
     )  # AdamW's last bits hang on flags of whoever traces
-    if any("dropout" in type(one).__name__.lower() and one.p for one in workload.build().modules()):
+    if any("dropout" in type(module).__name__.lower() and module.p for module in workload.build().modules()):
         workload = draw(case, ("gpt",))  # the generator is the process's: a thread beside would draw from it
     workload = replace(workload, dtype=None)  # whoever leaves autocast empties its cache under those who trace
     expected = train(case, workload, loop, workload.build())
@@ -84,11 +87,11 @@ def planned_beside_a_fleet(case: Case) -> None:
 
     def beside() -> None:
         try:
-            function = lambda *one: workload.loss(model, one)  # noqa: E731
+            function = lambda *arguments: workload.loss(model, arguments)  # noqa: E731
             step = remat.optimize(function, workload.batches[0], None)
             least = remat.smallest_budget_bytes(step.plan.problem, method="recompute")
             step = remat.optimize(function, workload.batches[0], least, profile=step.plan.problem)
-            box.append(train(case, workload, loop, model, step=lambda one: step(*one), seeds=False))
+            box.append(train(case, workload, loop, model, step=lambda batch: step(*batch), seeds=False))
         except CaptureError as error:
             case.figures["raised: CaptureError"] += 1
             box.append(error)
@@ -101,11 +104,11 @@ def planned_beside_a_fleet(case: Case) -> None:
         jobs, [fleet.Device(name="cpu", threads=1)], case.budget(device="64MB", host="256MiB"), progress=None
     )
     thread.join()
-    for name, one in results.items():
-        case.figures["steps"] += len(one.losses)
-        if one.state is not JobState.DONE:
-            case.found("undocumented error", f"{name}: {one.error}")
-        case.equal(f"losses of {name}", list(one.losses), losses[name])
+    for name, result in results.items():
+        case.figures["steps"] += len(result.losses)
+        if result.state is not JobState.DONE:
+            case.found("undocumented error", f"{name}: {result.error}")
+        case.equal(f"losses of {name}", list(result.losses), losses[name])
     if isinstance(box[0], BaseException):
         if not isinstance(box[0], CaptureError):
             raise box[0]
@@ -121,17 +124,19 @@ def two_offloaders(case: Case) -> None:
     loop = Loop(num_steps=4, accumulate=1, optimizer="sgd", keeps_gradients=False)
     if in_threads:  # the generator is the process's
         workloads = [draw(case, ("gpt",)) for _ in range(2)]
-    expected = [train(case, one, loop, one.build()) for one in workloads]
-    found: list[Any] = [None, None]
-    models = [one.build() for one in workloads]  # before threads: parameters are drawn from the process's generator
+    expected = [train(case, workload, loop, workload.build()) for workload in workloads]
+    results: list[Any] = [None, None]
+    models = [
+        workload.build() for workload in workloads
+    ]  # before threads: parameters are drawn from the process's generator
 
     def one_of(number: int) -> None:
         workload, model = workloads[number], models[number]
         offloader = offload.activations(model, budget=budget, **QUIET)
         try:
-            found[number] = train(case, workload, loop, model, around=lambda: offloader)
+            results[number] = train(case, workload, loop, model, around=lambda: offloader)
         except BaseException as error:
-            found[number] = error
+            results[number] = error
         finally:
             offloader.close()
 
@@ -145,7 +150,7 @@ def two_offloaders(case: Case) -> None:
         else:
             one_of(0)
             one_of(1)
-    for ours, other in zip(found, expected, strict=True):
+    for ours, other in zip(results, expected, strict=True):
         if isinstance(ours, BaseException):
             raise ours
         compare(case, ours, other)
@@ -158,11 +163,11 @@ class Rows:
         self.source, self.indexes = source, indexes
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return (self.source[one] for one in self.indexes)
+        return (self.source[index] for index in self.indexes)
 
 
 def fleet_and_features(case: Case) -> None:
-    """Jobs whose data reads tiered rows; the fleet and the rows share one account."""
+    """Train jobs whose data reads tiered rows; the fleet and the rows share one account."""
     budget: Budget = case.budget(device="32MB", host="192MiB", disk={case.disk(): None})
     generator = torch.Generator().manual_seed(case.choices.randrange(2**30))
     table = torch.randn(2000, 24, generator=generator)
@@ -186,10 +191,10 @@ def fleet_and_features(case: Case) -> None:
         losses = expected_losses([job_of(number, table) for number in range(3)])
         devices = [fleet.Device(name="cpu", threads=1)] * 2
         results = fleet.run([job_of(number, rows) for number in range(3)], devices, budget, progress=None)
-        for name, one in results.items():
-            case.figures["steps"] += len(one.losses)
-            if one.state is not JobState.DONE:
-                case.found("undocumented error", f"{name}: {one.error}")
-            case.equal(f"losses of {name}", list(one.losses), losses[name])
+        for name, result in results.items():
+            case.figures["steps"] += len(result.losses)
+            if result.state is not JobState.DONE:
+                case.found("undocumented error", f"{name}: {result.error}")
+            case.equal(f"losses of {name}", list(result.losses), losses[name])
         if budget.peak_bytes("host") > budget.host_bytes:
             case.found("over budget", f"the account of the host was at {budget.peak_bytes('host')}")

@@ -87,15 +87,15 @@ class Recurrent(nn.Module):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         x = self.token(x)
         if self.fused is not None:
-            found, _ = self.fused(x)
+            result, _ = self.fused(x)
         else:
             state = [torch.zeros(len(x), x.shape[2], dtype=x.dtype)] * 2
             steps = []
-            for one in x.unbind(1):
-                state = self.cell(self.dropout(one), tuple(state))
+            for row in x.unbind(1):
+                state = self.cell(self.dropout(row), tuple(state))
                 steps.append(state[0])
-            found = torch.stack(steps, dim=1)
-        return functional.cross_entropy(self.head(self.dropout(found)).flatten(0, 1), y.flatten())
+            result = torch.stack(steps, dim=1)
+        return functional.cross_entropy(self.head(self.dropout(result)).flatten(0, 1), y.flatten())
 
 
 class Relational(nn.Module):
@@ -115,7 +115,7 @@ class Relational(nn.Module):
 
 
 def hugging_face(which: str, dropout: float) -> nn.Module:
-    """A small model from a configuration."""
+    """Make a small model from a configuration."""
     import transformers
 
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
@@ -133,7 +133,7 @@ def hugging_face(which: str, dropout: float) -> nn.Module:
 
 
 def draw(case: Case, kinds: Sequence[str] = KINDS, *, checkpoints: bool = False, num_batches: int = 4) -> Workload:
-    """A model and its batches."""
+    """Draw a model and its batches."""
     kind = case.draw("model", kinds)
     width, dropout = case.draw("width", (16, 32, 64)), case.draw("dropout", (0.0, 0.0, 0.1))
     size, seed = case.draw("batch", (3, 8, 32)), case.choices.randrange(2**30)
@@ -144,7 +144,7 @@ def draw(case: Case, kinds: Sequence[str] = KINDS, *, checkpoints: bool = False,
         length = case.draw("length", (8, 24))
         vocabulary = 256 if kind == "gpt" else 64
         texts = [torch.randint(vocabulary, (size, length + 1), generator=generator) for _ in range(num_batches)]
-        batches = [(one[:, :-1].contiguous(), one[:, 1:].contiguous()) for one in texts]
+        batches = [(text[:, :-1].contiguous(), text[:, 1:].contiguous()) for text in texts]
         if kind == "gpt":
             layers = case.draw("layers", (1, 2, 4))
             make: Callable[[], nn.Module] = lambda: GPT(  # noqa: E731
@@ -236,7 +236,7 @@ def train(
     before_step: Callable[[int], None] = lambda _: None,
     seeds: bool = True,
 ) -> Trained:
-    """The loop that everybody writes. A step that raises one of ``allowed`` is done again, from where it began.
+    """Train in a plain loop. A step that raises one of ``allowed`` is repeated from where it began.
 
     ``seeds=False`` where the process's generator is somebody else's.
     """
@@ -245,7 +245,7 @@ def train(
         parameter.grad = torch.zeros_like(parameter)
     step = step or (lambda batch: workload.loss(model, batch))
     for number in range(loop.num_steps):
-        before = {name: one.clone() for name, one in model.named_buffers()}
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         while True:
             optimizer.zero_grad(set_to_none=not loop.keeps_gradients)
             losses = []
@@ -268,18 +268,20 @@ def train(
             loss = None
             gc.collect()  # what the exception's frames hold would count against budgets
             with torch.no_grad():
-                for name, one in model.named_buffers():
-                    one.copy_(before[name])
+                for name, buffer in model.named_buffers():
+                    buffer.copy_(before[name])
         run.losses += losses
-        run.gradients.append({name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None})
+        run.gradients.append(
+            {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+        )
         optimizer.step()
         case.figures["steps"] += 1
-    run.state = {name: one.clone() for name, one in model.state_dict().items()}
+    run.state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     return run
 
 
 def compare(case: Case, ours: Trained, expected: Trained) -> None:
-    """Losses, gradients of every step, and the state at the end."""
+    """Compare losses, gradients of every step, and the state at the end."""
     _ = (
         case.equal("losses", ours.losses, expected.losses)
         and case.equal("gradients", ours.gradients, expected.gradients)

@@ -37,11 +37,13 @@ TIMES = 2
 
 
 class Faults:
-    """Makes the tiers of a case fail, until they are told to stop."""
+    """The faults of a case's tiers, until they are told to stop."""
 
     def __init__(self, case: Case, kinds: tuple[str, ...] = TIER_FAULTS):
         self.case, self.made = case, list[FaultyTier]()
-        self.probability = {one: case.choices.choice((0.02, 0.1, 0.4)) for one in kinds if case.choices.random() < 0.4}
+        self.probability = {
+            kind: case.choices.choice((0.02, 0.1, 0.4)) for kind in kinds if case.choices.random() < 0.4
+        }
         case.drawn["tier faults"] = dict(self.probability)
         wait_s = case.draw("slow disk", (0.0, 0.0, 0.0, 0.0005))
         self.wait = (lambda: time.sleep(wait_s)) if wait_s else None
@@ -54,16 +56,16 @@ class Faults:
         return self.made[-1]
 
     def stop(self) -> None:
-        for one in self.made:
-            one._probability = dict.fromkeys(one._probability, 0.0)
+        for tier in self.made:
+            tier._probability = dict.fromkeys(tier._probability, 0.0)
 
     @contextlib.contextmanager
     def injected(self) -> Iterator[None]:
-        """Tiers that are made inside fail."""
+        """Make tiers that are created inside the block fail."""
         with mock.patch("penstock.tiers._build.DiskTier", self.tier):
             yield
-        for one in self.made:
-            for kind, count in one.injected.items():
+        for tier in self.made:
+            for kind, count in tier.injected.items():
                 self.case.injected(kind.replace("_", " "), count)
 
 
@@ -75,7 +77,7 @@ class Harm:
         kinds = ("none", "none", "forward", "backward", "no backward", "no folder", "read-only folder", "small files")
         self.kind = case.draw("harm", kinds)
         self.at, self.num_failures, self.is_armed, self.hooks = case.draw("harmed step", (0, 1, 2)), 0, False, []
-        modules = [one for name, one in model.named_modules() if name and not list(one.children())]
+        modules = [module for name, module in model.named_modules() if name and not list(module.children())]
         self.victim = case.choices.choice(modules)
         if self.kind == "forward":
             self.victim.register_forward_hook(lambda *_: self.strike())
@@ -113,12 +115,12 @@ class Harm:
             self.kind = "none"
 
     def failed(self, error: BaseException) -> None:
-        """A step raised what it may."""
+        """Note that a step raised an allowed error."""
         self.num_failures += 1
         self.is_armed = False
         self.case.figures[f"raised: {type(error).__name__}"] += 1
         if isinstance(error, TierReadError):
-            injected = sum(sum(one.injected.values()) for one in self.faults.made)
+            injected = sum(sum(tier.injected.values()) for tier in self.faults.made)
             if not injected:
                 self.case.found("undocumented error", f"without a fault: {error}")
         if self.num_failures >= TIMES:
@@ -132,7 +134,7 @@ class Harm:
 
 
 def offloaded(case: Case, kinds: tuple[str, ...] = KINDS, *, checkpoints: bool = False) -> None:
-    """Hooks around an eager model; the budget from tight to none."""
+    """Train an eager model with hooks, within a budget between tight and none."""
     workload, loop = draw(case, kinds, checkpoints=checkpoints), Loop.drawn(case)
     expected = train(case, workload, loop, workload.build())
     faults, model = Faults(case), workload.build()
@@ -158,8 +160,8 @@ def offloaded(case: Case, kinds: tuple[str, ...] = KINDS, *, checkpoints: bool =
 
         def settle() -> None:
             if case.choices.random() < 0.7:  # so that nothing comes back from memory
-                for one in holder["offloader"]._waterfalls.values():
-                    one.drain()
+                for waterfall in holder["offloader"]._waterfalls.values():
+                    waterfall.drain()
 
         def failed(error: BaseException) -> None:
             if not isinstance(error, BudgetError):
@@ -171,7 +173,7 @@ def offloaded(case: Case, kinds: tuple[str, ...] = KINDS, *, checkpoints: bool =
             holder["offloader"] = make(_named(case, error))
             holder["refusals"] += 1
             if holder["refusals"] > 3:
-                is_hit = limit is not None or any(sum(one.injected.values()) for one in faults.made)
+                is_hit = limit is not None or any(sum(tier.injected.values()) for tier in faults.made)
                 is_hit |= case.drawn["harm"] != "none"  # such as a graph that waits for a backward that never comes
                 if not is_hit:  # what cannot leave stays, and the budget is refused with what that takes
                     case.found("budget", f"refused again and again: {error}")
@@ -184,11 +186,11 @@ def offloaded(case: Case, kinds: tuple[str, ...] = KINDS, *, checkpoints: bool =
             harm.before_step(step)
             if harm.kind == "no backward" and step == harm.at:
                 case.injected("forward without backward")
-                kept = [one.clone() for one in model.buffers()]
+                kept = [buffer.clone() for buffer in model.buffers()]
                 with holder["offloader"]:
                     workload.loss(model, workload.batches[0])
-                for one, value in zip(model.buffers(), kept, strict=True):
-                    one.copy_(value)
+                for buffer, value in zip(model.buffers(), kept, strict=True):
+                    buffer.copy_(value)
 
         try:
             ours = train(
@@ -206,7 +208,7 @@ def offloaded(case: Case, kinds: tuple[str, ...] = KINDS, *, checkpoints: bool =
 
 
 def _device_budget(workload: Workload, loop: Loop, share: float) -> int:
-    """Between what is there before a step and the plain peak."""
+    """Draw a budget between what is there before a step and the plain peak."""
     model = workload.build()
 
     def step() -> None:
@@ -220,7 +222,7 @@ def _device_budget(workload: Workload, loop: Loop, share: float) -> int:
 
 
 def _kept_budget(case: Case, make: Callable[[int | None], Any], size: int | None) -> Any:
-    """What ``make`` makes, with the number that the refusal names where ``size`` is refused."""
+    """Return the result of ``make``; if ``size`` is refused, that of ``make`` with the size that the refusal names."""
     try:
         return make(size)
     except BudgetError as error:
@@ -234,17 +236,17 @@ def _kept_budget(case: Case, make: Callable[[int | None], Any], size: int | None
 
 
 def _named(case: Case, error: BaseException) -> int | None:
-    """The number of bytes that a refusal names."""
+    """Return the number of bytes that a refusal names."""
     named = r"at least (\d+) bytes|took (\d+) bytes|`(?:host_)?budget` must be at least (\d+)"
-    found = re.search(named, str(error))
-    if found is None:
+    match = re.search(named, str(error))
+    if match is None:
         case.found("budget", f"a refusal without a number: {error}")
         return None
-    return int(next(one for one in found.groups() if one))
+    return int(next(group for group in match.groups() if group))
 
 
 def planned(case: Case, kinds: tuple[str, ...] = KINDS) -> None:
-    """A step under a budget: `optimize`, `compile`, or the backend of `torch.compile`."""
+    """Train a step within a budget: `optimize`, `compile`, or the backend of `torch.compile`."""
     workload, loop = draw(case, kinds), Loop.drawn(case)
     if case.drawn["model"] == "lstm":  # whose weights are used in every time step: see the limits of remat's page
         workload, case.drawn["autocast"] = replace(workload, dtype=None), None
@@ -258,7 +260,7 @@ def planned(case: Case, kinds: tuple[str, ...] = KINDS) -> None:
     door = case.draw("door", ("optimize", "optimize", "compile", "string"))
     share = case.draw("budget", (-0.3, 0.0, 0.1, 0.5, 1.2))
     batch = workload.batches[0]
-    function = lambda *one: workload.loss(model, one)  # noqa: E731
+    function = lambda *arguments: workload.loss(model, arguments)  # noqa: E731
     for parameter in model.parameters() if loop.keeps_gradients else ():
         parameter.grad = torch.zeros_like(parameter)
     places = {} if disk is None else {"disk": {disk: None}}
@@ -276,11 +278,11 @@ def planned(case: Case, kinds: tuple[str, ...] = KINDS) -> None:
         account = case.budget(device=size, **places)
         if door == "optimize":
             return remat.optimize(function, batch, account, profile=problem, **options)
-        given = {"budget": account, "profile": problem, **options}
+        settings = {"budget": account, "profile": problem, **options}
         if door == "compile":
-            compiled: Any = remat.compile(function, **given)
+            compiled: Any = remat.compile(function, **settings)
         else:
-            compiled = torch.compile(function, backend="penstock", options=given)
+            compiled = torch.compile(function, backend="penstock", options=settings)
         if size is not None and size < low:
             compiled(*batch)
         return compiled
@@ -299,7 +301,7 @@ def planned(case: Case, kinds: tuple[str, ...] = KINDS) -> None:
             harm.kind = "none"
         try:
             ours = train(
-                case, workload, loop, model, step=lambda one: step(*one),
+                case, workload, loop, model, step=lambda batch: step(*batch),
                 allowed=(TierReadError, FileNotFoundError),
                 failed=functools.partial(_planned_again, harm, disk), before_step=harm.before_step,
             )  # fmt: skip
@@ -311,7 +313,7 @@ def planned(case: Case, kinds: tuple[str, ...] = KINDS) -> None:
 
 
 def _planned_again(harm: Harm, disk: Path | None, error: BaseException) -> None:
-    """A step may fail where the disk does, and planning it once more where the disk's folder has gone."""
+    """Run a step, which may fail if the disk does; plan it once more if the disk's folder has gone."""
     if not isinstance(error, TierReadError):
         if disk is None or disk.exists() or "does not exist" not in str(error):
             raise error
@@ -322,12 +324,12 @@ def _planned_again(harm: Harm, disk: Path | None, error: BaseException) -> None:
 def _peak(
     case: Case, step: Any, model: nn.Module, loop: Loop, batch: Any, problem: Any, size: int, faults: Faults
 ) -> None:
-    """The step's true peak stays under the budget. Faults stop first: what cannot leave stays."""
-    if sum(sum(one.injected.values()) for one in faults.made) or case.drawn["verify"] or faults.wait:
+    """Check that the step's true peak stays within the budget. Faults stop first, since what cannot leave stays."""
+    if sum(sum(tier.injected.values()) for tier in faults.made) or case.drawn["verify"] or faults.wait:
         return
     if case.drawn.get("harm", "none") != "none":
         return
-    if any(one.grad is None for one in model.parameters()):
+    if any(parameter.grad is None for parameter in model.parameters()):
         return
 
     def whole() -> None:
@@ -338,7 +340,7 @@ def _peak(
     whole()
     gc.collect()
     measured = probe.peak_bytes(whole, device="cpu").activation_bytes
-    states = torch.get_rng_state().nbytes * sum("dropout" in one.target for one in problem.operators)
+    states = torch.get_rng_state().nbytes * sum("dropout" in operator.target for operator in problem.operators)
     allowed = size - problem.static_bytes + states + 4096
     case.figures["peaks measured"] += 1
     if measured > 1.01 * allowed:
@@ -346,7 +348,7 @@ def _peak(
 
 
 def features(case: Case) -> None:
-    """Rows on three tiers, through a loader, in a training."""
+    """Train from rows on three tiers, through a loader."""
     with contextlib.ExitStack() as stack:
         _features(case, stack)
 
@@ -379,20 +381,20 @@ def _features(case: Case, stack: contextlib.ExitStack) -> None:
         limits.callback(resource.setrlimit, resource.RLIMIT_FSIZE, reset)
     with limits:
         try:
-            made = _kept_budget(case, make, None if host is None else _bytes(host))
+            features = _kept_budget(case, make, None if host is None else _bytes(host))
         except OSError as error:
             if faults != "small files" or error.errno not in (errno.EFBIG, errno.ENOSPC):
                 raise
             case.figures[f"raised: {type(error).__name__}"] += 1
             return
-    expected = table.to(made.dtype)
+    expected = table.to(features.dtype)
     edges = torch.randint(num_rows, (2, 5 * num_rows), generator=generator)
     loader = unified.Loader(
-        unified.NeighborSampler(unified.Graph(edges, num_nodes=num_rows), [3, 2]), made, torch.arange(num_rows),
+        unified.NeighborSampler(unified.Graph(edges, num_nodes=num_rows), [3, 2]), features, torch.arange(num_rows),
         batch_size=case.draw("batch", (7, 64)), ahead=case.draw("ahead", (0, 1, 4)), seed=case.seed % 1000,
     )  # fmt: skip
     model = nn.Linear(width, 4)
-    with made:
+    with features:
         try:
             for number, batch in enumerate(loader):
                 if not case.equal(f"rows of mini-batch {number}", batch.x, expected[batch.nodes]):
@@ -400,11 +402,11 @@ def _features(case: Case, stack: contextlib.ExitStack) -> None:
                 model(batch.x.float()).square().mean().backward()
                 case.figures["steps"] += 1
                 if number == 2:
-                    _harm_features(case, faults, made, source, disk)
+                    _harm_features(case, faults, features, source, disk)
                 if number >= 12 or (faults == "closed early" and number == 3):
                     break
             index = torch.randint(num_rows, (200,), generator=generator)
-            case.equal("rows by index", made[index], expected[index])
+            case.equal("rows by index", features[index], expected[index])
         except (TierReadError, FeatureFileError) as error:
             case.figures[f"raised: {type(error).__name__}"] += 1
             if faults not in ("cut short", "read fails"):
@@ -432,23 +434,23 @@ def _source(case: Case, table: torch.Tensor) -> Any:
     return unified.write_features(folder / "x.rows", table, progress=False) if kind == "rows" else table
 
 
-def _harm_features(case: Case, kind: str, made: Any, source: Any, disk: Path) -> None:
+def _harm_features(case: Case, kind: str, features: Any, source: Any, disk: Path) -> None:
     if kind == "cut short" and not isinstance(source, torch.Tensor):
         case.injected("file cut short")
         os.truncate(source, case.choices.randrange(os.path.getsize(source)))
     elif kind == "no folder":
         case.injected("folder removed")
         disk.rmdir()
-    elif kind == "read fails" and made._files is not None:
+    elif kind == "read fails" and features._files is not None:
         case.injected("failed read")
         with contextlib.ExitStack() as stack:
             descriptor = os.open(case.folder, os.O_RDONLY)
             stack.callback(os.close, descriptor)
-            os.dup2(descriptor, made._files._descriptors[0])
+            os.dup2(descriptor, features._files._descriptors[0])
 
 
 def relational(case: Case) -> None:
-    """Relational layers against the same layers by gathering, within rounding; and from a saved graph, to the bit."""
+    """Compare relational layers with gathering ones, within rounding, and with those of a saved graph, bit for bit."""
     workload, loop = draw(case, ("rgcn", "rgat")), Loop.drawn(case)
     expected = train(case, workload, loop, workload.build())
     model = workload.build()
@@ -464,13 +466,13 @@ def relational(case: Case) -> None:
     other = pyg(16, case.drawn["width"], relations).double()
     other.load_state_dict(layer.state_dict())
     graph = model.graph
-    for one in (layer, other):
-        given = batch[0].double()
+    for module in (layer, other):
+        nodes = batch[0].double()
         (
-            one(given, graph) if one is layer else one(given, graph.edge_index, graph.edge_type)
+            module(nodes, graph) if module is layer else module(nodes, graph.edge_index, graph.edge_type)
         ).square().mean().backward()
-    for (name, one), two in zip(layer.named_parameters(), other.parameters(), strict=True):
-        left = torch.zeros_like(one) if one.grad is None else one.grad
+    for (name, parameter), two in zip(layer.named_parameters(), other.parameters(), strict=True):
+        left = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         right = torch.zeros_like(two) if two.grad is None else two.grad
         case.figures["compared_bytes"] += left.nbytes
         if not torch.allclose(left, right, rtol=1e-9, atol=1e-12):
@@ -478,7 +480,7 @@ def relational(case: Case) -> None:
 
 
 def workers(case: Case) -> None:
-    """Data-loader workers fork while storages are parked."""
+    """Fork data-loader workers while storages are parked."""
     workload, loop = draw(case, ("mlp",)), Loop.drawn(case)
     expected = train(case, workload, loop, workload.build())
     model = workload.build()
@@ -503,7 +505,7 @@ def workers(case: Case) -> None:
 
 
 def quiet() -> None:
-    """Warnings that faults bring are expected; SIGXFSZ becomes an error of the write."""
+    """Ignore warnings that faults bring; turn SIGXFSZ into an error of the write."""
     warnings.simplefilter("ignore", PenstockWarning)
     warnings.filterwarnings("ignore", module="torch")
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

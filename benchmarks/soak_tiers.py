@@ -23,13 +23,13 @@ _CYCLES_PER_SEED = 200
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     options = parser(__doc__)
     options.add_argument("--cycles", type=int, default=10_000)
-    given = options.parse_args(arguments)
+    settings = options.parse_args(arguments)
     figures: Counter[str] = Counter()
     start_s = time.monotonic()
     files_before = len(os.listdir("/proc/self/fd"))
     memory_bytes = []
-    for seed in range(-(-given.cycles // _CYCLES_PER_SEED)):
-        figures.update(run_cycles(seed, min(_CYCLES_PER_SEED, given.cycles), given.disk))
+    for seed in range(-(-settings.cycles // _CYCLES_PER_SEED)):
+        figures.update(run_cycles(seed, min(_CYCLES_PER_SEED, settings.cycles), settings.disk))
         memory_bytes.append(_resident_bytes())
     figures["num_leaked_files"] = len(os.listdir("/proc/self/fd")) - files_before
     figures["resident_bytes_after_first"] = memory_bytes[0]
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         print(f"{name}: {value}")
     rows = [Row(name="tiers under random faults", metric=name, value=value, unit="") for name, value in figures.items()]
     leaks = {name: figures[name] for name in ("num_wrong", "num_live_handles", "used_bytes", "num_leaked_files")}
-    write(given.json, {"cycles": given.cycles, "cycles_per_seed": _CYCLES_PER_SEED}, rows)
+    write(settings.json, {"cycles": settings.cycles, "cycles_per_seed": _CYCLES_PER_SEED}, rows)
     if any(leaks.values()):
         raise SystemExit(f"the campaign failed: {leaks}")
     return dict(figures)

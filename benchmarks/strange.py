@@ -1,8 +1,10 @@
-"""Models from elsewhere that are no single graph, through both doors: eager PyTorch's bits, and the budget.
+"""Results and peaks of models with graph breaks, through both doors of `penstock.remat`.
 
 Each model is small and made from a configuration (`benchmarks.zoo`), or written here (RNNs). It trains six
 steps plainly and six through a door, within a share of what the plain step takes, or within 1.25 of it where that is
 refused; then three steps are measured. Equal means: losses and gradients of the measured steps, to the bit.
+
+Run it with ``python -m benchmarks.strange --disk /nvme``.
 """
 
 import argparse
@@ -45,12 +47,12 @@ class Tagger(nn.Module):
 
 
 def tagged(model: nn.Module) -> Made:
-    given = {"words": torch.randint(100, (16, 40)), "labels": torch.randint(0, 9, (16, 40))}
-    return model, given | {"lengths": torch.tensor([40] * 4 + [30] * 6 + [11] * 6)}
+    settings = {"words": torch.randint(100, (16, 40)), "labels": torch.randint(0, 9, (16, 40))}
+    return model, settings | {"lengths": torch.tensor([40] * 4 + [30] * 6 + [11] * 6)}
 
 
 def from_zoo(name: str) -> Callable[[], Made]:
-    """The same architecture and the same sizes as in the coverage."""
+    """Return the architecture in the sizes of the coverage."""
 
     def make() -> Made:
         architecture = zoo.all_architectures()[name]
@@ -79,54 +81,54 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = common.parser(str(__doc__).splitlines()[0])
     options.add_argument("--model", action="append", choices=list(MODELS))
     options.add_argument("--share", type=float, default=0.9, help="of the plain peak beyond what stands: the budget")
-    given = options.parse_args(arguments)
-    names = given.model or (["bidirectional GRU"] if given.quick else list(MODELS))
-    if not given.model and importlib.util.find_spec("torchvision") is None:
+    settings = options.parse_args(arguments)
+    names = settings.model or (["bidirectional GRU"] if settings.quick else list(MODELS))
+    if not settings.model and importlib.util.find_spec("torchvision") is None:
         print("without LR-ASPP, which needs torchvision")
         names = [name for name in names if name != LRASPP]
     rows: list[common.Row] = []
     lines = []
     for name in names:
-        plain = trained(name, None, given)
-        again = trained(name, None, given)
+        plain = trained(name, None, settings)
+        again = trained(name, None, settings)
         for door in ("compile", "string"):
             torch._dynamo.reset()
-            found = through(name, door, plain, given)
-            equal = found["bits"] == plain["bits"]
-            kept = found["peak"] / found["budget"]
-            said = str(found["said"])
+            result = through(name, door, plain, settings)
+            equal = result["bits"] == plain["bits"]
+            kept = result["peak"] / result["budget"]
+            said = str(result["said"])
             lines.append([name, door, str(equal), str(plain["bits"] == again["bits"]), f"{kept:.3f}", said[:60]])
             rows += [
                 common.Row(name=name, metric=f"equal to eager, {door}", value=float(equal), unit="bool"),
                 common.Row(name=name, metric=f"measured over budget, {door}", value=kept, unit="ratio"),
                 common.Row(name=name, metric=f"said that it is not kept, {door}", value=float(bool(said)), unit="bool"),
             ]
-            common.write(given.json, {"share": given.share}, rows)
+            common.write(settings.json, {"share": settings.share}, rows)
     header = ["model", "door", "equal", "eager repeats itself", "peak over budget", "said"]
     common.show("Models that are no single graph", header, lines)
 
 
 def through(
-    name: str, door: str, plain: dict[str, Any], given: argparse.Namespace, share: float | None = None
+    name: str, door: str, plain: dict[str, Any], settings: argparse.Namespace, share: float | None = None
 ) -> dict[str, Any]:
     if share is None:
-        share = given.share
+        share = settings.share
     budget = int(plain["standing"] + share * (plain["peak"] - plain["standing"]))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            found = trained(name, (door, budget), given)
+            result = trained(name, (door, budget), settings)
         except BudgetError:
             if share > 1:
                 raise
-            found = through(name, door, plain, given, 1.25)
-            return {**found, "said": f"refused within {share}, given 1.25. {found['said']}"}
-    said = [str(one.message) for one in caught if issubclass(one.category, BudgetNotKeptWarning)]
-    return {**found, "budget": budget, "said": said[0] if said else ""}
+            result = through(name, door, plain, settings, 1.25)
+            return {**result, "said": f"refused within {share}, given 1.25. {result['said']}"}
+    said = [str(warning.message) for warning in caught if issubclass(warning.category, BudgetNotKeptWarning)]
+    return {**result, "budget": budget, "said": said[0] if said else ""}
 
 
-def trained(name: str, door: tuple[str, int] | None, given: argparse.Namespace) -> dict[str, Any]:
-    """Six steps, and three that are measured: their bits, and their highest peak with what stands."""
+def trained(name: str, door: tuple[str, int] | None, settings: argparse.Namespace) -> dict[str, Any]:
+    """Train six steps and measure three more; return their bits, and their highest peak with what stands."""
     torch.manual_seed(0)
     model, batch = MODELS[name]()
     model.train()
@@ -138,9 +140,9 @@ def trained(name: str, door: tuple[str, int] | None, given: argparse.Namespace) 
         options = {"budget": budget}
         is_own = kind == "compile"
         call = remat.compile(model, **options) if is_own else torch.compile(model, backend="penstock", options=options)
-    tensors = [one for one in batch.values() if isinstance(one, torch.Tensor)]
-    standing = sum(2 * one.nbytes for one in model.parameters())
-    standing += sum(one.nbytes for one in (*model.buffers(), *tensors))
+    tensors = [tensor for tensor in batch.values() if isinstance(tensor, torch.Tensor)]
+    standing = sum(2 * parameter.nbytes for parameter in model.parameters())
+    standing += sum(tensor.nbytes for tensor in (*model.buffers(), *tensors))
     bits, peak = [], 0
 
     def step() -> torch.Tensor:
@@ -156,9 +158,11 @@ def trained(name: str, door: tuple[str, int] | None, given: argparse.Namespace) 
         if number < _NUM_FREE:
             step()
             continue
-        report = probe.peak_bytes(step, device=given.device)
+        report = probe.peak_bytes(step, device=settings.device)
         peak = max(peak, report.activation_bytes + standing)
-        bits.append(b"".join(one.numpy().tobytes() for one in (report.result, *(p.grad for p in model.parameters()))))
+        bits.append(
+            b"".join(tensor.numpy().tobytes() for tensor in (report.result, *(p.grad for p in model.parameters())))
+        )
     return {"bits": bits, "peak": peak, "standing": standing}
 
 

@@ -1,4 +1,4 @@
-"""A model whose parameters, gradients and Adam's state are a multiple of main memory, in the user's own loop.
+"""Step times of a model whose parameters, gradients and Adam's state are a multiple of main memory.
 
 Each way to train has its own process. Those of Penstock have a hard cap, ``RLIMIT_DATA``, on their memory in addition
 to the interpreter and its libraries: the state of the model is 2, 4 and 8 times the cap. Plain training has no cap; it
@@ -6,6 +6,8 @@ is shown to die under the largest. All take the same steps in alternation, and m
 of one job has the same budget and its own runs, since it owns its loop. If DeepSpeed is installed, its ZeRO stage 3
 with parameters and optimizer state on NVMe trains in alternation with the others, on its CPU accelerator and without a
 cap.
+
+Run it with ``python -m benchmarks.training --disk /nvme --json training.json``.
 """
 
 import argparse
@@ -50,35 +52,40 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("--rounds", type=int, default=6)
     options.add_argument("--child", help="be one of the processes")
     options.add_argument("--cap", type=int)
-    given = options.parse_args(arguments)
-    if given.quick:
-        given.layers, given.width, given.rounds = 6, 256, 2
-    if given.child:
-        _child(given)
+    settings = options.parse_args(arguments)
+    if settings.quick:
+        settings.layers, settings.width, settings.rounds = 6, 256, 2
+    if settings.child:
+        _child(settings)
         return
     rows: list[common.Row] = []
-    for tokens in given.tokens or ([256] if given.quick else [1024, 4096]):
-        rows += compared(given, tokens)
-        configuration = {"layers": given.layers, "width": given.width, "rounds": given.rounds, "optimizer": "AdamW"}
-        common.write(given.json, configuration, rows)
+    for tokens in settings.tokens or ([256] if settings.quick else [1024, 4096]):
+        rows += compared(settings, tokens)
+        configuration = {
+            "layers": settings.layers,
+            "width": settings.width,
+            "rounds": settings.rounds,
+            "optimizer": "AdamW",
+        }
+        common.write(settings.json, configuration, rows)
 
 
-def compared(given: argparse.Namespace, tokens: int) -> list[common.Row]:
+def compared(settings: argparse.Namespace, tokens: int) -> list[common.Row]:
     """Compare all ways, in alternation."""
-    state = 4 * _num_parameters(given) * 4
+    state = 4 * _num_parameters(settings) * 4
     ways: dict[str, tuple[str, int | None]] = {"plain, no cap": ("plain", None)}
     for factor in _FACTORS:
         ways[f"Penstock, state {factor} x cap"] = ("training", state // factor)
     ways[f"in backward, state {_FACTORS[-1]} x cap"] = ("backward", state // _FACTORS[-1])
     if importlib.util.find_spec("deepspeed") is not None:
         ways["DeepSpeed ZeRO-3, NVMe, no cap"] = ("deepspeed", None)
-    processes = {name: _Process(given, method, cap, tokens) for name, (method, cap) in ways.items()}
+    processes = {name: _Process(settings, method, cap, tokens) for name, (method, cap) in ways.items()}
     rows: list[common.Row] = []
     lines: list[list[str]] = []
     seconds: dict[str, list[float]] = {name: [] for name in processes}
     losses: dict[str, list[str]] = {name: [] for name in processes}
     failed: dict[str, dict[str, Any]] = {}
-    for number in range(_WARM_STEPS + given.rounds):
+    for number in range(_WARM_STEPS + settings.rounds):
         for name, process in processes.items():
             answer = process.ask("step")
             if "error" in answer:
@@ -87,65 +94,65 @@ def compared(given: argparse.Namespace, tokens: int) -> list[common.Row]:
             losses[name].append(answer["loss"])
             if number >= _WARM_STEPS:
                 seconds[name].append(answer["seconds"])
-        print(f"step {number + 1} of {_WARM_STEPS + given.rounds}", flush=True)
+        print(f"step {number + 1} of {_WARM_STEPS + settings.rounds}", flush=True)
     plain = "plain, no cap"
     for name, process in processes.items():
-        found = {**process.ask("finish"), **failed.get(name, {})}
+        result = {**process.ask("finish"), **failed.get(name, {})}
         cap = ways[name][1]
         line = [name, "" if cap is None else format_bytes(cap)]
         title = f"{name}, {tokens} tokens"
-        if "error" in found:
+        if "error" in result:
             rows.append(common.Row(name=title, metric="failed", value=1.0, unit="bool"))
-            lines.append([*line, "", "", "", "", "", str(found["error"])[:90]])
+            lines.append([*line, "", "", "", "", "", str(result["error"])[:90]])
             continue
         step_s, equal = median(seconds[name]), losses[name] == losses[plain]
         ratio = common.paired_ratio(seconds[name], seconds[plain]) if name != plain else None
         shown = "" if ratio is None else f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
         lines.append(
-            [*line, f"{step_s:.2f} s", shown, f"{tokens / step_s:.0f}", str(equal), found.get("moved", ""), ""]
+            [*line, f"{step_s:.2f} s", shown, f"{tokens / step_s:.0f}", str(equal), result.get("moved", ""), ""]
         )
         peer, value = ("", None) if ratio is None else (plain, ratio.median)
         rows.append(common.Row(name=title, metric="step", value=step_s, unit="s", peer=peer, ratio=value))
         rows.append(common.Row(name=title, metric="losses equal to plain's", value=float(equal), unit="bool"))
         for key, unit in (("in", "B"), ("out", "B"), ("stall", "s"), ("peak", "B"), ("data", "B"), ("resident", "B")):
-            if key in found:
-                rows.append(common.Row(name=title, metric=key, value=found[key], unit=unit))
+            if key in result:
+                rows.append(common.Row(name=title, metric=key, value=result[key], unit=unit))
     smallest = state // _FACTORS[-1]
-    died = _Process(given, "plain", smallest, tokens).ask("step").get("error")
+    died = _Process(settings, "plain", smallest, tokens).ask("step").get("error")
     lines.append(["plain under that cap", format_bytes(smallest), "", "", "", "", "", str(died)[:90]])
     title = f"plain under that cap, {tokens} tokens"
     rows.append(common.Row(name=title, metric="died", value=float(died is not None), unit="bool"))
     for factor in _FACTORS:
-        found = _Process(given, "fleet", state // factor, tokens).ask("run")
-        title, step_s = f"a fleet of one, state {factor} x budget", found.get("seconds", math.nan)
+        result = _Process(settings, "fleet", state // factor, tokens).ask("run")
+        title, step_s = f"a fleet of one, state {factor} x budget", result.get("seconds", math.nan)
         value = step_s / median(seconds[plain])
-        lines.append([title, "", f"{step_s:.2f} s", f"{value:.2f}", "", "", "", str(found.get("error", ""))[:90]])
+        lines.append([title, "", f"{step_s:.2f} s", f"{value:.2f}", "", "", "", str(result.get("error", ""))[:90]])
         name = f"{title}, {tokens} tokens"
         rows.append(common.Row(name=name, metric="step", value=step_s, unit="s", peer=plain, ratio=value))
     common.show(
-        f"state {format_bytes(state)}, {tokens} tokens a step, {given.rounds} steps in turn",
+        f"state {format_bytes(state)}, {tokens} tokens a step, {settings.rounds} steps in turn",
         ["way", "cap", "step", "ratio to plain", "tokens/s", "equal", "bytes per parameter", "error"],
         lines,
     )
     return rows
 
 
-def _num_parameters(given: argparse.Namespace) -> int:
+def _num_parameters(settings: argparse.Namespace) -> int:
     with torch.device("meta"):
-        return sum(one.numel() for one in _model(given).parameters())
+        return sum(parameter.numel() for parameter in _model(settings).parameters())
 
 
-def _model(given: argparse.Namespace) -> nn.Module:
+def _model(settings: argparse.Namespace) -> nn.Module:
     torch.manual_seed(0)
-    return GPT(num_layers=given.layers, width=given.width, num_heads=8, context=256)
+    return GPT(num_layers=settings.layers, width=settings.width, num_heads=8, context=256)
 
 
 class _Process:
     """One way to train, in its own process."""
 
-    def __init__(self, given: argparse.Namespace, method: str, cap: int | None, tokens: int):
+    def __init__(self, settings: argparse.Namespace, method: str, cap: int | None, tokens: int):
         command = [sys.executable, "-m", "benchmarks.training", "--child", method, "--tokens", str(tokens)]
-        command += ["--layers", str(given.layers), "--width", str(given.width), "--disk", str(given.disk)]
+        command += ["--layers", str(settings.layers), "--width", str(settings.width), "--disk", str(settings.disk)]
         if cap is not None:
             command += ["--cap", str(cap)]
         self._process = subprocess.Popen(
@@ -167,8 +174,8 @@ class _Process:
         return {"error": (self._process.stderr.read().strip().splitlines() or ["ended"])[-1]}
 
 
-def _child(given: argparse.Namespace) -> None:
-    (tokens,) = given.tokens
+def _child(settings: argparse.Namespace) -> None:
+    (tokens,) = settings.tokens
     shape = (tokens // 256, 257) if tokens >= 256 else (1, tokens + 1)
     generator = torch.Generator().manual_seed(1)
 
@@ -176,22 +183,22 @@ def _child(given: argparse.Namespace) -> None:
         while True:
             yield torch.randint(256, shape, generator=generator)
 
-    if given.child == "deepspeed":  # which writes to both, whoever reads them
+    if settings.child == "deepspeed":  # which writes to both, whoever reads them
         for number in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
     else:
         threading.stack_size(_STACK_BYTES)
-    with tempfile.TemporaryDirectory(dir=given.disk) as directory:
+    with tempfile.TemporaryDirectory(dir=settings.disk) as directory:
         _warm_up(directory)
         before, resident = _data_bytes(), _most_resident_bytes()
-        if given.cap is not None and given.child != "fleet":
-            limit = before + given.cap
+        if settings.cap is not None and settings.child != "fleet":
+            limit = before + settings.cap
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-        if given.child == "fleet":
+        if settings.child == "fleet":
             sys.stdin.readline()
-            _say(_fleet(given, directory, batches))
+            _say(_fleet(settings, directory, batches))
             return
-        step, finish = _trainer(given, directory)
+        step, finish = _trainer(settings, directory)
         for batch, line in zip(batches(), sys.stdin, strict=False):
             if line.strip() == "finish":
                 _say({**finish(), "data": _data_bytes() - before, "resident": _most_resident_bytes() - resident})
@@ -201,7 +208,7 @@ def _child(given: argparse.Namespace) -> None:
             _say({"loss": loss.hex(), "seconds": time.perf_counter() - start_s})
 
 
-def _trainer(given: argparse.Namespace, directory: str) -> tuple[Callable[[torch.Tensor], float], Callable[[], Any]]:
+def _trainer(settings: argparse.Namespace, directory: str) -> tuple[Callable[[torch.Tensor], float], Callable[[], Any]]:
     make_optimizer = lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)  # noqa: E731
 
     def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> float:
@@ -211,18 +218,18 @@ def _trainer(given: argparse.Namespace, directory: str) -> tuple[Callable[[torch
         optimizer.zero_grad()
         return float(loss.item())
 
-    if given.child == "plain":
-        model = _model(given)
+    if settings.child == "plain":
+        model = _model(settings)
         optimizer = make_optimizer(model.parameters())
         return lambda batch: one_step(model, optimizer, batch), dict
-    if given.child == "deepspeed":
-        return _deepspeed(given, directory)
+    if settings.child == "deepspeed":
+        return _deepspeed(settings, directory)
     training = offload.training(
-        lambda: _model(given),
+        lambda: _model(settings),
         make_optimizer,
-        int(given.cap * _BUDGET_SHARE),
+        int(settings.cap * _BUDGET_SHARE),
         disk=directory,
-        update_in_backward=given.child == "backward",
+        update_in_backward=settings.child == "backward",
     )
 
     def step(batch: torch.Tensor) -> float:
@@ -230,18 +237,23 @@ def _trainer(given: argparse.Namespace, directory: str) -> tuple[Callable[[torch
             return one_step(training.model, training.optimizer, batch)
 
     def finish() -> dict[str, Any]:
-        found = training.statistics()
-        into, out = (size / found.num_parameters for size in (found.step_fetched_bytes, found.step_parked_bytes))
+        statistics = training.statistics()
+        into, out = (
+            size / statistics.num_parameters for size in (statistics.step_fetched_bytes, statistics.step_parked_bytes)
+        )
         training.close(discard=True)
         return {
-            "in": into, "out": out, "moved": f"{into:.1f} in, {out:.1f} out", "stall": found.stall_s / found.num_steps,
-            "peak": found.measured_peak_bytes or 0,
+            "in": into, "out": out, "moved": f"{into:.1f} in, {out:.1f} out",
+            "stall": statistics.stall_s / statistics.num_steps,
+            "peak": statistics.measured_peak_bytes or 0,
         }  # fmt: skip
 
     return step, finish
 
 
-def _deepspeed(given: argparse.Namespace, directory: str) -> tuple[Callable[[torch.Tensor], float], Callable[[], Any]]:
+def _deepspeed(
+    settings: argparse.Namespace, directory: str
+) -> tuple[Callable[[torch.Tensor], float], Callable[[], Any]]:
     """Return the configuration that DeepSpeed documents for models beyond memory; it keeps a block or two live."""
     os.environ.update(
         DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1",
@@ -249,9 +261,9 @@ def _deepspeed(given: argparse.Namespace, directory: str) -> tuple[Callable[[tor
     )  # fmt: skip
     import deepspeed
 
-    model = _model(given)
-    block = sum(one.numel() for one in model.blocks[0].parameters())
-    largest = max(one.numel() for one in model.parameters())
+    model = _model(settings)
+    block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
+    largest = max(parameter.numel() for parameter in model.parameters())
     nvme = {"device": "nvme", "nvme_path": directory, "pin_memory": False}
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     engine, *_ = deepspeed.initialize(
@@ -283,31 +295,33 @@ def _deepspeed(given: argparse.Namespace, directory: str) -> tuple[Callable[[tor
 
 
 def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
-def _fleet(given: argparse.Namespace, directory: str, batches: Callable[[], Iterator[torch.Tensor]]) -> dict[str, Any]:
-    num_steps = _WARM_STEPS + max(2, given.rounds // 2)
+def _fleet(
+    settings: argparse.Namespace, directory: str, batches: Callable[[], Iterator[torch.Tensor]]
+) -> dict[str, Any]:
+    num_steps = _WARM_STEPS + max(2, settings.rounds // 2)
 
     def data() -> list[torch.Tensor]:
-        found = batches()
-        return [next(found) for _ in range(num_steps)]
+        stream = batches()
+        return [next(stream) for _ in range(num_steps)]
 
     job = fleet.Job(
         name="one",
         epochs=1,
-        model=lambda: _model(given),
+        model=lambda: _model(settings),
         data=data,
         loss=lambda model, batch: model(batch[:, :-1], batch[:, 1:]),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
     )
     try:
-        with fleet.Fleet(["cpu"], int(given.cap * _BUDGET_SHARE), disk=directory, progress=None) as made:
-            made.add(job)
-            result = made.wait()["one"]
-            records = sorted(made.records, key=lambda one: one.start_s)
+        with fleet.Fleet(["cpu"], int(settings.cap * _BUDGET_SHARE), disk=directory, progress=None) as running:
+            running.add(job)
+            result = running.wait()["one"]
+            records = sorted(running.records, key=lambda record: record.start_s)
     except (ValueError, RuntimeError) as error:
         return {"error": str(error)}
     if result.state is not fleet.JobState.DONE:

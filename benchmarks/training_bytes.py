@@ -1,9 +1,11 @@
-"""Bytes that a training and a fleet of one copy per parameter and step, counted on the simulated device.
+"""Bytes that `offload.training` and a fleet of one job copy per parameter and step, on the simulated device.
 
 A GPT of 4.9 million parameters takes AdamW steps of 32 tokens within budgets that hold a smaller or larger share of its
 parameters, gradients and Adam's state: plainly, with clipping, with updates in backward or on the host, and under
 autocast in bfloat16, with and without four micro-batches. Host memory is below. A fleet's bytes are the difference
 between two runs of different lengths, with their activations.
+
+Run it with ``python -m benchmarks.training_bytes --json bytes.json``.
 """
 
 import gc
@@ -52,18 +54,18 @@ _IN_FLEETS: dict[str, dict[str, Any]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = common.parser(str(__doc__).splitlines()[0])
-    given = options.parse_args(arguments)
+    settings = options.parse_args(arguments)
     simulated.load()
     torch.set_num_threads(1)
     rows: list[common.Row] = []
     lines = []
-    for budget_mib in _BUDGETS_MIB[:1] if given.quick else _BUDGETS_MIB:
+    for budget_mib in _BUDGETS_MIB[:1] if settings.quick else _BUDGETS_MIB:
         for way in _WAYS:
-            found, share = counted(budget_mib * 2**20, way)
-            into, out = (size / found.num_parameters for size in (found.step_fetched_bytes, found.step_parked_bytes))
-            moved = found.step_fetched["activations"] + found.step_parked["activations"]
+            result, share = counted(budget_mib * 2**20, way)
+            into, out = (size / result.num_parameters for size in (result.step_fetched_bytes, result.step_parked_bytes))
+            moved = result.step_fetched["activations"] + result.step_parked["activations"]
             name = f"{way}, budget {share:.0%} of the state"
-            figures = {"in": into, "out": out, "total": into + out, "activations": moved / found.num_parameters}
+            figures = {"in": into, "out": out, "total": into + out, "activations": moved / result.num_parameters}
             rows += [common.Row(name=name, metric=key, value=value, unit="B") for key, value in figures.items()]
             lines.append([name, *(f"{value:.1f}" for value in figures.values())])
         for way, job_options in _IN_FLEETS.items():
@@ -72,25 +74,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
             figures = {"in": into, "out": out, "total": into + out}
             rows += [common.Row(name=name, metric=key, value=value, unit="B") for key, value in figures.items()]
             lines.append([name, *(f"{value:.1f}" for value in figures.values()), ""])
-    common.write(given.json, {"device": "simulated", "steps": _NUM_STEPS}, rows)
+    common.write(settings.json, {"device": "simulated", "steps": _NUM_STEPS}, rows)
     common.show("Bytes per parameter and step", ["way", "in", "out", "total", "activations"], lines)
 
 
 def make_model() -> GPT:
-    """The model that all ways train."""
+    """Make the model that all ways train."""
     torch.manual_seed(0)
     return GPT(num_layers=6, width=256, num_heads=4, context=32)
 
 
 def make_tokens() -> torch.Tensor:
-    """One sequence."""
+    """Make one sequence."""
     return torch.randint(256, (1, 33), generator=torch.Generator().manual_seed(0))
 
 
 def counted_in_fleet(budget_bytes: int, options: dict[str, Any]) -> tuple[float, float, float]:
-    """Bytes in and out per parameter and step of a fleet of one, and the budget as a share of the state."""
+    """Return bytes in and out per parameter and step of a fleet of one job, and the budget as a share of its state."""
     tokens = make_tokens()
-    found = []
+    collected = []
     for num_steps in (_NUM_STEPS, 2 * _NUM_STEPS):
         job = fleet.Job(
             name="job",
@@ -104,21 +106,21 @@ def counted_in_fleet(budget_bytes: int, options: dict[str, Any]) -> tuple[float,
         results = fleet.run([job], ["sim:0"], budget_bytes, host="400MiB", progress=None)
         if results["job"].error is not None:
             raise RuntimeError(results["job"].error)
-        found.append((results.devices[0].fetched_bytes, results.devices[0].parked_bytes))
-    num_parameters = sum(one.numel() for one in make_model().parameters())
+        collected.append((results.devices[0].fetched_bytes, results.devices[0].parked_bytes))
+    num_parameters = sum(parameter.numel() for parameter in make_model().parameters())
     into, out = (
-        (after - before) / _NUM_STEPS / num_parameters for before, after in zip(found[0], found[1], strict=True)
+        (after - before) / _NUM_STEPS / num_parameters for before, after in zip(collected[0], collected[1], strict=True)
     )
     return into, out, budget_bytes / (16 * num_parameters)
 
 
 def counted(budget_bytes: int, way: str) -> tuple[offload.TrainingStatistics, float]:
-    """The last step's, and the budget as a share of parameters, gradients and Adam's state."""
+    """Return the last step's statistics, and the budget as a share of parameters, gradients and Adam's state."""
     gc.collect()
     model = make_model().to("sim")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tokens = make_tokens().to("sim")
-    own_bytes = sum(one.nbytes for one in model.parameters())
+    own_bytes = sum(parameter.nbytes for parameter in model.parameters())
     budget = probe.held_bytes("sim") - own_bytes + budget_bytes
     training = offload.training(model, optimizer, budget, host="400MiB", **_WAYS[way])
     for _ in range(_NUM_STEPS):

@@ -1,8 +1,10 @@
-"""Faults of the disk while a model larger than its budget trains: no wrong number, and nothing half updated.
+"""Disk faults while a model larger than its budget trains, which must not change any number.
 
 Each trial draws a model, an optimizer, a budget, a way to step and a rate of faults, and trains plainly first. Writes
 that fail (full disk, I/O error, cut short) have to change nothing: losses, parameters and states equal plain PyTorch's,
 to the bit. Reads that fail have to raise `TierReadError`, and losses before are those of plain training.
+
+Run it with ``python -m benchmarks.training_faults --disk /nvme``.
 """
 
 import argparse
@@ -40,25 +42,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("--faults", type=int, default=10_000, help="until so many were injected")
     options.add_argument("--trials", type=int, default=100, help="and so many models have trained")
     options.add_argument("--seed", type=int, default=0)
-    given = options.parse_args(arguments)
-    if given.quick:
-        given.faults, given.trials = 50, 2
-    found: Counter[str] = Counter()
-    seed = given.seed
-    while found["faults"] < given.faults or found["trials"] < given.trials:
-        for name, number in trial(given, seed).items():
-            found[name] += number
+    settings = options.parse_args(arguments)
+    if settings.quick:
+        settings.faults, settings.trials = 50, 2
+    counts: Counter[str] = Counter()
+    seed = settings.seed
+    while counts["faults"] < settings.faults or counts["trials"] < settings.trials:
+        for name, number in trial(settings, seed).items():
+            counts[name] += number
         seed += 1
         if seed % 20 == 0:
-            print(dict(found), flush=True)
+            print(dict(counts), flush=True)
     names = ("trials", "faults", "failed reads told", "refused budgets", "wrong")
-    rows = [common.Row(name="training faults", metric=name, value=float(found[name]), unit="count") for name in names]
-    common.write(given.json, {"seed": given.seed, "steps": _NUM_STEPS}, rows)
-    common.show("Faults while a model larger than its budget trains", list(names), [[str(found[one]) for one in names]])
+    rows = [common.Row(name="training faults", metric=name, value=float(counts[name]), unit="count") for name in names]
+    common.write(settings.json, {"seed": settings.seed, "steps": _NUM_STEPS}, rows)
+    common.show(
+        "Faults while a model larger than its budget trains", list(names), [[str(counts[name]) for name in names]]
+    )
 
 
-def trial(given: argparse.Namespace, seed: int) -> Counter[str]:
-    """One model, twice."""
+def trial(settings: argparse.Namespace, seed: int) -> Counter[str]:
+    """Train one model twice, plainly and under faults; return the counts of what happened."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     model = GPT(num_layers=draw.randint(1, 4), width=draw.choice([64, 128]), num_heads=2, context=32)
@@ -84,52 +88,52 @@ def trial(given: argparse.Namespace, seed: int) -> Counter[str]:
     expected = []
     with probe.record_memory("cpu") as recording:
         expected = [step(twin, optimizer, batch) for batch in batches]
-    own_bytes = sum(one.nbytes for one in model.parameters())
-    after = [one.detach() for one in twin.parameters()]
-    states = [optimizer.state[one] for one in twin.parameters()]
+    own_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    after = [parameter.detach() for parameter in twin.parameters()]
+    states = [optimizer.state[parameter] for parameter in twin.parameters()]
     gc.collect()
     extra = recording.report.peak_bytes - recording.report.start_bytes + own_bytes
     budget = probe.held_bytes("cpu") - own_bytes + int(share * extra)
-    found = Counter({"trials": 1})
+    counts = Counter({"trials": 1})
     optimizer = make_optimizer(model)
-    with tempfile.TemporaryDirectory(dir=given.disk) as directory, warnings.catch_warnings():
+    with tempfile.TemporaryDirectory(dir=settings.disk) as directory, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             training = offload.training(model, optimizer, budget, disk=directory)
         except BudgetError:
-            return found + Counter({"refused budgets": 1})
+            return counts + Counter({"refused budgets": 1})
         losses = []
         try:
-            with faults(draw, rate, found, fails_reads=fails_reads):
+            with faults(draw, rate, counts, fails_reads=fails_reads):
                 for batch in batches:
                     with training:
                         losses.append(step(model, optimizer, batch))
         except BudgetError:
-            found["refused budgets"] += 1
+            counts["refused budgets"] += 1
         except TierReadError:
-            found["failed reads told"] += 1
+            counts["failed reads told"] += 1
         finally:
             training.close()
     wrong = losses != expected[: len(losses)]
     if len(losses) == _NUM_STEPS:
-        wrong |= not all(torch.equal(one, two) for one, two in zip(model.parameters(), after, strict=True))
-        for one, state in zip(model.parameters(), states, strict=True):
-            mine = optimizer.state[one]
+        wrong |= not all(torch.equal(parameter, two) for parameter, two in zip(model.parameters(), after, strict=True))
+        for parameter, state in zip(model.parameters(), states, strict=True):
+            mine = optimizer.state[parameter]
             wrong |= not all(torch.equal(torch.as_tensor(mine[key]), torch.as_tensor(state[key])) for key in state)
     if wrong:
         print(f"WRONG: seed {seed}", flush=True)
-    found["wrong"] += wrong
-    return found
+    counts["wrong"] += wrong
+    return counts
 
 
 @contextlib.contextmanager
-def faults(draw: random.Random, rate: float, found: Counter[str], *, fails_reads: bool) -> Iterator[None]:
-    """Inside, writes fail at that rate, or reads at a hundredth of it."""
+def faults(draw: random.Random, rate: float, counts: Counter[str], *, fails_reads: bool) -> Iterator[None]:
+    """Make writes fail at that rate inside the block, and reads at a hundredth of it."""
     write, read = SpillFile.write, SpillFile.read
 
     def failing_write(self: SpillFile, view: memoryview, offset: int) -> int:
         if not fails_reads and draw.random() < rate:
-            found["faults"] += 1
+            counts["faults"] += 1
             kind = draw.choice([errno.ENOSPC, errno.EIO, 0])
             if kind:
                 raise OSError(kind, os.strerror(kind))
@@ -138,7 +142,7 @@ def faults(draw: random.Random, rate: float, found: Counter[str], *, fails_reads
 
     def failing_read(self: SpillFile, view: memoryview, offset: int) -> int:
         if fails_reads and draw.random() < rate / 100:
-            found["faults"] += 1
+            counts["faults"] += 1
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return read(self, view, offset)
 

@@ -3,6 +3,8 @@
 On a GPU the host is ahead of the device as long as it spends less than the device does. Each operator is timed in plain
 PyTorch, under a dispatch mode that does nothing, and in a training whose order is known and whose pages are all there.
 Then the operators of a step of a checkpointed GPT of 24 layers under autocast are counted.
+
+Run it with ``python -m benchmarks.training_host --json host.json``.
 """
 
 import tempfile
@@ -25,14 +27,14 @@ _WARM_STEPS = 4
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    given = common.parser(str(__doc__).splitlines()[0]).parse_args(arguments)
+    settings = common.parser(str(__doc__).splitlines()[0]).parse_args(arguments)
     torch.set_num_threads(1)
     rows: list[common.Row] = []
-    with tempfile.TemporaryDirectory(dir=given.disk) as folder:
-        lines = timed(rows, folder, 30 if given.quick else 300)
-        counts = counted(folder, 2 if given.quick else 24)
+    with tempfile.TemporaryDirectory(dir=settings.disk) as folder:
+        lines = timed(rows, folder, 30 if settings.quick else 300)
+        counts = counted(folder, 2 if settings.quick else 24)
     rows += [common.Row(name="a step", metric=name, value=count, unit="operators") for name, count in counts.items()]
-    common.write(given.json, {"threads": 1}, rows)
+    common.write(settings.json, {"threads": 1}, rows)
     common.show("Microseconds an operator", ["operator", "plain", "an empty mode", "a training"], lines)
     common.show("Operators of a step", ["which", "number"], [[name, str(count)] for name, count in counts.items()])
 
@@ -43,7 +45,7 @@ class _Empty(TorchDispatchMode):
 
 
 def timed(rows: list[common.Row], folder: str, num_calls: int) -> list[list[str]]:
-    """The lowest of a few runs of each operator, in each way."""
+    """Return the lowest time of a few runs of each operator, in each way."""
     model = nn.Linear(128, 128)
     weight, x, small = model.weight, torch.randn(128), torch.zeros(4)
     operators: dict[str, Callable[[], object]] = {
@@ -58,20 +60,20 @@ def timed(rows: list[common.Row], folder: str, num_calls: int) -> list[list[str]
         return {name: min(_microseconds(call, num_calls) for _ in range(3)) for name, call in operators.items()}
 
     with torch.no_grad():
-        found = {"plain": run()}
+        result = {"plain": run()}
         with _Empty():  # type: ignore[no-untyped-call]
-            found["an empty mode"] = run()
+            result["an empty mode"] = run()
         training = offload.training(model, torch.optim.SGD(model.parameters()), "1GiB", disk=folder)
         for _ in range(_WARM_STEPS):
             with training:
-                found["a training"] = run()
+                result["a training"] = run()
         training.close()
     rows += [
         common.Row(name=name, metric=way, value=taken, unit="us")
-        for way, each in found.items()
+        for way, each in result.items()
         for name, taken in each.items()
     ]
-    return [[name, *(f"{each[name]:.1f}" for each in found.values())] for name in operators]
+    return [[name, *(f"{each[name]:.1f}" for each in result.values())] for name in operators]
 
 
 def _microseconds(call: Callable[[], object], num_calls: int) -> float:
@@ -82,7 +84,7 @@ def _microseconds(call: Callable[[], object], num_calls: int) -> float:
 
 
 def counted(folder: str, num_layers: int) -> dict[str, int]:
-    """Operators of a step by what a training has to do for them."""
+    """Count the operators of a step by what a training has to do for them."""
     torch.manual_seed(0)
     model = GPT(num_layers=num_layers, width=128, num_heads=2, context=32, checkpointed=True)
     tokens = torch.randint(256, (4, 32))
@@ -91,8 +93,8 @@ def counted(folder: str, num_layers: int) -> dict[str, int]:
     counts: Counter[str] = Counter()
     touches = _watch.touches
 
-    def counting(*given: Any) -> Any:
-        touched = touches(*given)
+    def counting(*settings: Any) -> Any:
+        touched = touches(*settings)
         counts["views of pages" if touched.is_view else "on pages" if touched.pages else "on no page"] += 1
         return touched
 

@@ -1,6 +1,8 @@
-"""Processes that are killed (``kill -9``) while a model larger than its budget trains and saves after every step.
+"""Losses of a model larger than its budget, whose process is killed (``kill -9``) again and again.
 
 Each process goes on from the last checkpoint; its losses have to be those of the run that nobody killed, to the bit.
+
+Run it with ``python -m benchmarks.training_kills --disk /nvme``.
 """
 
 import argparse
@@ -33,42 +35,50 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("--kills", type=int, default=100)
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--child", type=Path, help="be the process, with its checkpoint there")
-    given = options.parse_args(arguments)
-    if given.quick:
-        given.kills = 3
-    if given.child is not None:
-        _child(given)
+    settings = options.parse_args(arguments)
+    if settings.quick:
+        settings.kills = 3
+    if settings.child is not None:
+        _child(settings)
         return
-    draw, found = random.Random(given.seed), Counter[str]()
-    with tempfile.TemporaryDirectory(dir=given.disk) as directory:
-        expected = dict(_lines(_Process(given, Path(directory) / "whole")))
+    draw, counts = random.Random(settings.seed), Counter[str]()
+    with tempfile.TemporaryDirectory(dir=settings.disk) as directory:
+        expected = dict(_lines(_Process(settings, Path(directory) / "whole")))
         saved = Path(directory) / "saved"
-        while found["kills"] < given.kills:
-            process = _Process(given, saved)
-            killer = threading.Thread(target=_kill_soon, args=(process, draw.uniform(0, _LONGEST_S), saved, found))
+        while counts["kills"] < settings.kills:
+            process = _Process(settings, saved)
+            killer = threading.Thread(target=_kill_soon, args=(process, draw.uniform(0, _LONGEST_S), saved, counts))
             for number, (step, loss) in enumerate(_lines(process)):
                 if not number:
                     killer.start()
-                found["steps"] += 1
-                found["wrong"] += expected[step] != loss
+                counts["steps"] += 1
+                counts["wrong"] += expected[step] != loss
             if killer.ident is not None:  # else nothing was left to do
                 killer.join()
             if process.ended_well:
-                found["whole runs"] += 1
+                counts["whole runs"] += 1
                 shutil.rmtree(saved)
-            if found["kills"] % 20 == 0:
-                print(dict(found), flush=True)
+            if counts["kills"] % 20 == 0:
+                print(dict(counts), flush=True)
     names = ("kills", "kills while saving", "steps", "whole runs", "wrong")
-    rows = [common.Row(name="training kills", metric=name, value=float(found[name]), unit="count") for name in names]
-    common.write(given.json, {"seed": given.seed, "steps": _NUM_STEPS}, rows)
-    common.show("Processes that are killed while they train", list(names), [[str(found[one]) for one in names]])
+    rows = [common.Row(name="training kills", metric=name, value=float(counts[name]), unit="count") for name in names]
+    common.write(settings.json, {"seed": settings.seed, "steps": _NUM_STEPS}, rows)
+    common.show("Processes that are killed while they train", list(names), [[str(counts[name]) for name in names]])
 
 
 class _Process:
-    """One that trains."""
+    """A process that trains until it is killed."""
 
-    def __init__(self, given: argparse.Namespace, saved: Path):
-        command = [sys.executable, "-m", "benchmarks.training_kills", "--child", str(saved), "--disk", str(given.disk)]
+    def __init__(self, settings: argparse.Namespace, saved: Path):
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.training_kills",
+            "--child",
+            str(saved),
+            "--disk",
+            str(settings.disk),
+        ]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
     @property
@@ -84,26 +94,26 @@ def _lines(process: _Process) -> Iterator[tuple[int, str]]:
             yield int(step), loss
 
 
-def _kill_soon(process: _Process, delay_s: float, saved: Path, found: Counter[str]) -> None:
+def _kill_soon(process: _Process, delay_s: float, saved: Path, counts: Counter[str]) -> None:
     time.sleep(delay_s)
     if process.process.poll() is None:
         process.process.send_signal(signal.SIGKILL)
         process.process.wait()
-        found["kills"] += 1
-        found["kills while saving"] += saved.with_name(f".{saved.name}.draft").exists()
+        counts["kills"] += 1
+        counts["kills while saving"] += saved.with_name(f".{saved.name}.draft").exists()
 
 
-def _child(given: argparse.Namespace) -> None:
+def _child(settings: argparse.Namespace) -> None:
     def model() -> nn.Module:
         torch.manual_seed(0)
         return _Losses()
 
-    saved = given.child
+    saved = settings.child
     training = offload.training(
         model,
         lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
         probe.held_bytes("cpu") + 6 * 2**20,
-        disk=given.disk,
+        disk=settings.disk,
     )
     is_there = saved.exists() or saved.with_name(f".{saved.name}.old").exists()
     first = training.load(saved) if is_there else 0

@@ -1,8 +1,10 @@
-"""Eight architectures of transformers, six ways to train them, in a plain training loop and through the Trainer.
+"""Equality and bytes of `offload.training`, for eight architectures and six ways to train them.
 
 Every case takes 20 optimizer steps plainly, and 20 inside of `penstock.offload.training` (through the Trainer: with
 `PenstockCallback(method="training")`) within a share of the plain peak, or the next larger share where that is refused.
 Equal means: every loss, all parameters and all optimizer states, to the bit. Each case is a process of its own.
+
+Run it with ``python -m benchmarks.training_matrix --disk /nvme``.
 """
 
 import contextlib
@@ -33,7 +35,7 @@ _NUM_FIRST = 7
 
 
 class Lion(torch.optim.Optimizer):
-    """One that PyTorch does not have (Chen and others 2023)."""
+    """The optimizer Lion, which PyTorch does not have (Chen and others 2023)."""
 
     def __init__(self, parameters: Any, lr: float = 1e-3):
         super().__init__(parameters, {"lr": lr})
@@ -64,16 +66,19 @@ class Way:
 
 WAYS = {
     "AdamW, 4 micro-batches, clipped": Way(
-        optimizer=lambda one: torch.optim.AdamW(one, lr=1e-3), micro_batches=4, clip_norm=1.0
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3), micro_batches=4, clip_norm=1.0
     ),
     "AdamW, bfloat16, 4 micro-batches, clipped": Way(
-        optimizer=lambda one: torch.optim.AdamW(one, lr=1e-3), micro_batches=4, clip_norm=1.0, is_half=True
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        micro_batches=4,
+        clip_norm=1.0,
+        is_half=True,
     ),
-    "SGD with momentum": Way(optimizer=lambda one: torch.optim.SGD(one, lr=0.05, momentum=0.9)),
-    "Adagrad, clipped": Way(optimizer=lambda one: torch.optim.Adagrad(one, lr=1e-2), clip_norm=1.0),
-    "Lion": Way(optimizer=lambda one: Lion(one, lr=1e-3)),
+    "SGD with momentum": Way(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9)),
+    "Adagrad, clipped": Way(optimizer=lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2), clip_norm=1.0),
+    "Lion": Way(optimizer=lambda parameters: Lion(parameters, lr=1e-3)),
     "LoRA, AdamW, bfloat16": Way(
-        optimizer=lambda one: torch.optim.AdamW(one, lr=1e-2), is_half=True, has_adapters=True
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2), is_half=True, has_adapters=True
     ),
 }
 LOOPS = ("own loop", "Trainer")
@@ -138,7 +143,7 @@ def make_batches(name: str, count: int) -> list[dict[str, torch.Tensor]]:
             for _ in range(count)
         ]
     tokens = [torch.randint(1, _VOCABULARY, (2, _LENGTH), generator=generator) for _ in range(count)]
-    return [{"input_ids": one, "labels": one.clone()} for one in tokens]
+    return [{"input_ids": token, "labels": token.clone()} for token in tokens]
 
 
 def make_model(name: str, way: Way) -> nn.Module:
@@ -147,7 +152,7 @@ def make_model(name: str, way: Way) -> nn.Module:
     if way.has_adapters:
         import peft
 
-        linear = [key for key, one in model.named_modules() if type(one).__name__ in ("Linear", "Conv1D")]
+        linear = [key for key, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D")]
         targets = [key for key in linear if key.split(".")[-1] not in ("lm_head", "classifier", "decoder")]
         model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=targets))  # type: ignore[assignment]
     model.train()
@@ -159,31 +164,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("--model", action="append")
     options.add_argument("--way", action="append")
     options.add_argument("--child", nargs=3, help="run this model, way and loop, and print what was found as JSON")
-    given = options.parse_args(arguments)
-    if given.child:
-        print(json.dumps(compared(*given.child)))
+    settings = options.parse_args(arguments)
+    if settings.child:
+        print(json.dumps(compared(*settings.child)))
         return
-    names, ways = given.model or list(make_models()), given.way or list(WAYS)
-    if given.quick:
+    names, ways = settings.model or list(make_models()), settings.way or list(WAYS)
+    if settings.quick:
         names, ways = names[:1], ways[:1]
     rows: list[common.Row] = []
     lines = []
     for case in itertools.product(names, ways, LOOPS):
-        found = in_a_process(*case)
+        result = in_a_process(*case)
         keys = ("equal", "share", "kept", "moved", "error")
-        lines.append([*case, *(str(found.get(key, "")) for key in keys)])
+        lines.append([*case, *(str(result.get(key, "")) for key in keys)])
         print("  ".join(lines[-1]), flush=True)
         label = ", ".join(case)
-        if "error" in found:
+        if "error" in result:
             rows.append(common.Row(name=label, metric="failed", value=1.0, unit="bool"))
         else:
             rows += [
-                common.Row(name=label, metric="equal to plain", value=float(found["equal"]), unit="bool"),
-                common.Row(name=label, metric="budget over plain's peak", value=found["share"], unit="ratio"),
-                common.Row(name=label, metric="measured over budget", value=found["kept"], unit="ratio"),
-                common.Row(name=label, metric="bytes in per parameter and step", value=found["moved"], unit="B"),
+                common.Row(name=label, metric="equal to plain", value=float(result["equal"]), unit="bool"),
+                common.Row(name=label, metric="budget over plain's peak", value=result["share"], unit="ratio"),
+                common.Row(name=label, metric="measured over budget", value=result["kept"], unit="ratio"),
+                common.Row(name=label, metric="bytes in per parameter and step", value=result["moved"], unit="B"),
             ]
-        common.write(given.json, {"steps": _NUM_STEPS, "shares": list(_SHARES)}, rows)
+        common.write(settings.json, {"steps": _NUM_STEPS, "shares": list(_SHARES)}, rows)
     common.show(
         "Twenty steps within a budget", ["model", "way", "loop", "equal", "share", "kept", "moved", "error"], lines
     )
@@ -202,7 +207,7 @@ def in_a_process(model: str, way: str, loop: str) -> dict[str, Any]:
 
 
 def compared(name: str, way_name: str, loop: str) -> dict[str, Any]:
-    """Plainly, then within the smallest share of that peak that is not refused."""
+    """Train plainly, then within the smallest share of that peak that is not refused, and compare."""
     train = in_own_loop if loop == "own loop" else through_the_trainer
     torch.set_num_threads(1)
     plain = train(name, WAYS[way_name], None)
@@ -227,7 +232,7 @@ def in_own_loop(name: str, way: Way, budget: int | None) -> dict[str, Any]:
     gc.collect()
     start = probe.held_bytes("cpu")
     model = make_model(name, way)
-    trained = [one for one in model.parameters() if one.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = way.optimizer(trained)
     batches = iter(make_batches(name, _NUM_STEPS * way.micro_batches))
     losses: list[float] = []
@@ -285,11 +290,11 @@ def through_the_trainer(name: str, way: Way, budget: int | None) -> dict[str, An
     gc.collect()
     start = probe.held_bytes("cpu")
     model = make_model(name, way)
-    optimizer = way.optimizer([one for one in model.parameters() if one.requires_grad])
+    optimizer = way.optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
     samples = [
-        {key: value[at] for key, value in batch.items()}
+        {key: value[index] for key, value in batch.items()}
         for batch in make_batches(name, _NUM_STEPS * way.micro_batches)
-        for at in range(2)
+        for index in range(2)
     ]
     with tempfile.TemporaryDirectory() as directory:
         arguments = TrainingArguments(
@@ -332,17 +337,19 @@ def through_the_trainer(name: str, way: Way, budget: int | None) -> dict[str, An
         finally:
             if callback is not None:
                 callback.close()
-    losses = [one["loss"] for one in trainer.state.log_history if "loss" in one]
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == _NUM_STEPS
     return {"start": start, "peak": peak, "moved": moved, "losses": losses, "bits": bits_of(model, optimizer)}
 
 
 def bits_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
     """Return the bits of all parameters and states."""
-    states = [one for state in optimizer.state.values() for one in state.values() if isinstance(one, torch.Tensor)]
+    states = [
+        tensor for state in optimizer.state.values() for tensor in state.values() if isinstance(tensor, torch.Tensor)
+    ]
     return b"".join(
-        one.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        for one in [*model.parameters(), *states]
+        parameter.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        for parameter in [*model.parameters(), *states]
     )
 
 

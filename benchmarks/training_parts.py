@@ -1,7 +1,9 @@
-"""The parts of the time of a step within a share of its state: waits, processor time, page faults.
+"""Parts of the time of a step within a share of its state: waits, processor time, page faults.
 
 Plain steps come first, then those of `penstock.offload.training`, in one process. Variables of the environment
 (``OMP_WAIT_POLICY=passive``, ``MALLOC_TRIM_THRESHOLD_``, ``OMP_NUM_THREADS``) show what each part costs.
+
+Run it with ``python -m benchmarks.training_parts --disk /nvme``.
 """
 
 import gc
@@ -26,56 +28,58 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("--width", type=int, default=512)
     options.add_argument("--batch", type=int, default=2)
     options.add_argument("--share", type=float, default=0.25, help="of the state, for everything")
-    given = options.parse_args(arguments)
-    if given.quick:
-        given.layers, given.width, given.batch, given.share = 2, 128, 1, 2.0
+    settings = options.parse_args(arguments)
+    if settings.quick:
+        settings.layers, settings.width, settings.batch, settings.share = 2, 128, 1, 2.0
 
     def model() -> GPT:
         torch.manual_seed(0)
-        return GPT(num_layers=given.layers, width=given.width, num_heads=8, context=512)
+        return GPT(num_layers=settings.layers, width=settings.width, num_heads=8, context=512)
 
     def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor) -> None:
         model(rows[:, :-1], rows[:, 1:]).backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    rows = torch.randint(256, (given.batch, 513), generator=torch.Generator().manual_seed(0))
+    rows = torch.randint(256, (settings.batch, 513), generator=torch.Generator().manual_seed(0))
 
     def plainly() -> tuple[Figures, int]:
         plain = model()
         optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4)
-        return _figures(lambda: train(plain, optimizer, rows)), 16 * sum(one.numel() for one in plain.parameters())
+        return _figures(lambda: train(plain, optimizer, rows)), 16 * sum(
+            parameter.numel() for parameter in plain.parameters()
+        )
 
     figures, state_bytes = plainly()
-    found = {"plain": figures}
+    statistics = {"plain": figures}
     gc.collect()
-    budget = probe.held_bytes("cpu") + int(given.share * state_bytes)
-    training = offload.training(model, lambda some: torch.optim.AdamW(some, lr=1e-4), budget, disk=given.disk)
+    budget = probe.held_bytes("cpu") + int(settings.share * state_bytes)
+    training = offload.training(model, lambda some: torch.optim.AdamW(some, lr=1e-4), budget, disk=settings.disk)
 
     def step() -> None:
         with training:
             train(training.model, training.optimizer, rows)
 
-    found["training"] = _figures(step, lambda: training.statistics().stall_s)
+    statistics["training"] = _figures(step, lambda: training.statistics().stall_s)
     training.close(discard=True)
     rows_found = [
         common.Row(name=name, metric=metric, value=value, unit="count" if metric == "page faults" else "s")
-        for name, figures in found.items()
+        for name, figures in statistics.items()
         for metric, value in figures.items()
     ]
-    common.write(given.json, {"share": given.share, "batch": given.batch, "width": given.width}, rows_found)
-    lines = [[name, *(f"{value:.3g}" for value in figures.values())] for name, figures in found.items()]
-    common.show("Where a step's time goes", ["", *found["plain"]], lines)
+    common.write(settings.json, {"share": settings.share, "batch": settings.batch, "width": settings.width}, rows_found)
+    lines = [[name, *(f"{value:.3g}" for value in figures.values())] for name, figures in statistics.items()]
+    common.show("Where a step's time goes", ["", *statistics["plain"]], lines)
 
 
 def _figures(step: Callable[[], None], stall_s: Callable[[], float] = lambda: 0.0) -> Figures:
-    """Medians of the steps that are not warming up."""
-    found: list[Figures] = []
+    """Return medians of the steps after the warm-up."""
+    results: list[Figures] = []
     for _ in range(_NUM_STEPS):
         start_s, before, waited_s = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF), stall_s()
         step()
         after = resource.getrusage(resource.RUSAGE_SELF)
-        found.append(
+        results.append(
             {
                 "step": time.perf_counter() - start_s,
                 "waits": stall_s() - waited_s,
@@ -84,7 +88,7 @@ def _figures(step: Callable[[], None], stall_s: Callable[[], float] = lambda: 0.
                 "page faults": float(after.ru_minflt - before.ru_minflt),
             }
         )
-    return {metric: median(one[metric] for one in found[_NUM_WARM:]) for metric in found[0]}
+    return {metric: median(parts[metric] for parts in results[_NUM_WARM:]) for metric in results[0]}
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Models from other libraries in a plain training loop, with parameters, gradients, states and activations offloaded.
+"""Equality and bytes of `offload.training` for models of other libraries, in a plain training loop.
 
 Each model of `benchmarks.zoo` that is installed takes five AdamW steps with clipping plainly, and five inside of
 `penstock.offload.training` within a share of what the plain steps took, or the next larger share where that is refused.
 Equal means: losses, parameters and optimizer states, to the bit. Each model runs in a process of its own.
+
+Run it with ``python -m benchmarks.training_zoo --disk /nvme``.
 """
 
 import gc
@@ -30,31 +32,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = common.parser(str(__doc__).splitlines()[0])
     options.add_argument("--model", action="append")
     options.add_argument("--child", help="run this model and print what was found as JSON")
-    given = options.parse_args(arguments)
-    if given.child:
-        print(json.dumps(compared(given.child)))
+    settings = options.parse_args(arguments)
+    if settings.child:
+        print(json.dumps(compared(settings.child)))
         return
-    installed = [name for name, one in zoo.all_architectures().items() if one.is_installed]
-    names = given.model or (installed[:3] if given.quick else installed)
+    installed = [name for name, architecture in zoo.all_architectures().items() if architecture.is_installed]
+    names = settings.model or (installed[:3] if settings.quick else installed)
     rows: list[common.Row] = []
     lines = []
     for name in names:
-        found = in_a_process(name)
+        result = in_a_process(name)
         lines.append(
-            [name, *(str(found.get(key, "")) for key in ("equal", "repeats", "share", "kept", "moved", "error"))]
+            [name, *(str(result.get(key, "")) for key in ("equal", "repeats", "share", "kept", "moved", "error"))]
         )
         print("  ".join(lines[-1]), flush=True)
-        if "error" in found:
+        if "error" in result:
             rows.append(common.Row(name=name, metric="failed", value=1.0, unit="bool"))
             continue
         rows += [
-            common.Row(name=name, metric="equal to plain", value=float(found["equal"]), unit="bool"),
-            common.Row(name=name, metric="plain repeats itself", value=float(found["repeats"]), unit="bool"),
-            common.Row(name=name, metric="budget over plain's peak", value=found["share"], unit="ratio"),
-            common.Row(name=name, metric="measured over budget", value=found["kept"], unit="ratio"),
-            common.Row(name=name, metric="bytes in per parameter and step", value=found["moved"], unit="B"),
+            common.Row(name=name, metric="equal to plain", value=float(result["equal"]), unit="bool"),
+            common.Row(name=name, metric="plain repeats itself", value=float(result["repeats"]), unit="bool"),
+            common.Row(name=name, metric="budget over plain's peak", value=result["share"], unit="ratio"),
+            common.Row(name=name, metric="measured over budget", value=result["kept"], unit="ratio"),
+            common.Row(name=name, metric="bytes in per parameter and step", value=result["moved"], unit="B"),
         ]
-        common.write(given.json, {"shares": list(_SHARES)}, rows)
+        common.write(settings.json, {"shares": list(_SHARES)}, rows)
     common.show(
         "Training in a loop of one's own", ["model", "equal", "repeats", "share", "kept", "moved", "error"], lines
     )
@@ -96,7 +98,7 @@ def compared(name: str) -> dict[str, Any]:
 
 
 def trained(name: str, budget: int | None) -> dict[str, Any]:
-    """Steps, plainly or within the budget: bits of all that they made, and their peak."""
+    """Train some steps, plainly or within the budget; return the bits of all results, and their peak."""
     gc.collect()
     start = probe.held_bytes("cpu")
     torch.manual_seed(0)
@@ -152,8 +154,8 @@ def trained(name: str, budget: int | None) -> dict[str, Any]:
     ]
     tensors = [torch.tensor(losses), *model.parameters(), *states]
     bits = b"".join(
-        one.detach().contiguous().view(torch.uint8).numpy().tobytes() if one.dim() else one.numpy().tobytes()
-        for one in tensors
+        tensor.detach().contiguous().view(torch.uint8).numpy().tobytes() if tensor.dim() else tensor.numpy().tobytes()
+        for tensor in tensors
     )
     return {"bits": bits, "peak": max(peaks), "start": start, "budget": budget, "moved": moved}
 

@@ -1,4 +1,4 @@
-"""Rows of features: from memory beside `index_select`, from a disk beside memory maps and the disk's own limit, epochs.
+"""Rates of reading rows of features from memory, a disk and a CUDA device, next to the usual alternatives.
 
 - gather: rows of 64 B to 4 KiB, 10^4 to 10^6 of them, uniform and by a power law, from a table in memory.
 - disk: random rows of a file with cold cache: O_DIRECT where we read; for those that read through the page cache
@@ -9,6 +9,8 @@
 - epochs: examples/tiered_graphsage.py under host budgets, beside all rows in memory; planned and measured hit rates.
 - link (CUDA): rows read in place beside the CPU's gather with a pinned copy, a table on the device (the upper limit)
   and the bandwidth of a plain copy (the link's limit).
+
+Run it with ``python -m benchmarks.unified --disk /nvme --json unified.json``.
 """
 
 import argparse
@@ -41,7 +43,7 @@ MOST_BYTES = 2 * 2**30
 
 
 def rows_like(access: str, num_rows: int, count: int, generator: torch.Generator) -> torch.Tensor:
-    """Row numbers: all alike, or by a power law over shuffled rows."""
+    """Return row numbers, uniform or by a power law over shuffled rows."""
     if access == "uniform":
         return torch.randint(num_rows, (count,), generator=generator)
     rank = (torch.rand(count, generator=generator, dtype=torch.float64) ** 4 * num_rows).long()
@@ -50,7 +52,7 @@ def rows_like(access: str, num_rows: int, count: int, generator: torch.Generator
 
 def turns(calls: dict[str, Callable[[], Any]], rounds: int, device: str = "cpu") -> dict[str, list[float]]:
     """Return the seconds of each call in every round; the calls alternate."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
+    results: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
         for name, call in calls.items():
             synchronize(device)
@@ -58,27 +60,27 @@ def turns(calls: dict[str, Callable[[], Any]], rounds: int, device: str = "cpu")
             call()
             synchronize(device)
             if number:  # the first round touches memory for the first time
-                found[name].append(time.perf_counter() - start_s)
-    return found
+                results[name].append(time.perf_counter() - start_s)
+    return results
 
 
-def gather(given: argparse.Namespace, rows: list[Row]) -> None:
+def gather(settings: argparse.Namespace, rows: list[Row]) -> None:
     table, generator = [], torch.Generator().manual_seed(0)
-    for row_bytes in given.row_bytes:
+    for row_bytes in settings.row_bytes:
         features = torch.empty(min(MOST_BYTES // row_bytes, 4_000_000), row_bytes // 4).normal_()
         wrapped = unified.wrap(features)
-        for count in given.counts:
+        for count in settings.counts:
             if count * row_bytes > MOST_BYTES:
                 continue
             for access in ("uniform", "power law"):
                 index = rows_like(access, len(features), count, generator)
                 calls = {
-                    "penstock": lambda one=index, table=wrapped: table[one],
-                    "index_select": lambda one=index, table=features: table.index_select(0, one),
-                    "index": lambda one=index, table=features: table[one],
+                    "penstock": lambda rows=index, table=wrapped: table[rows],
+                    "index_select": lambda rows=index, table=features: table.index_select(0, rows),
+                    "index": lambda rows=index, table=features: table[rows],
                 }
                 assert torch.equal(calls["penstock"](), calls["index"]())
-                seconds = turns(calls, given.rounds)
+                seconds = turns(calls, settings.rounds)
                 name = f"{row_bytes} B x {count:,}, {access}"
                 ratio, low, high = paired_ratio(seconds["index_select"], seconds["penstock"])
                 rate = count * row_bytes / median(seconds["penstock"]) / 1e9
@@ -96,27 +98,27 @@ def gather(given: argparse.Namespace, rows: list[Row]) -> None:
 
 
 def drop(path: Path) -> None:
-    """The file's pages leave the page cache."""
+    """Drop the file's pages from the page cache."""
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def disk(given: argparse.Namespace, rows: list[Row]) -> None:
+def disk(settings: argparse.Namespace, rows: list[Row]) -> None:
     compiled = native.compile_source((Path(__file__).parent / "pread_probe.c").read_text(), "pread_probe", openmp=True)
     assert compiled is not None, "the probe needs a C compiler"
     compiled.probe.restype = ctypes.c_int64
-    for row_bytes in given.row_bytes:
-        _disk_of(given, rows, row_bytes, compiled)
+    for row_bytes in settings.row_bytes:
+        _disk_of(settings, rows, row_bytes, compiled)
 
 
-def _disk_of(given: argparse.Namespace, rows: list[Row], row_bytes: int, compiled: ctypes.CDLL) -> None:
-    num_rows, width = given.file_bytes // row_bytes, row_bytes // 4
-    paths = {kind: given.disk / f"benchmark-{row_bytes}.{kind}" for kind in ("rows", "npy", "safetensors")}
+def _disk_of(settings: argparse.Namespace, rows: list[Row], row_bytes: int, compiled: ctypes.CDLL) -> None:
+    num_rows, width = settings.file_bytes // row_bytes, row_bytes // 4
+    paths = {kind: settings.disk / f"benchmark-{row_bytes}.{kind}" for kind in ("rows", "npy", "safetensors")}
     features = torch.empty(num_rows, width).normal_()
     unified.write_features(paths["rows"], features)
     np.save(paths["npy"], features.numpy())
     save_file({"x": features}, paths["safetensors"])
-    generator, count = torch.Generator().manual_seed(1), given.disk_rows
+    generator, count = torch.Generator().manual_seed(1), settings.disk_rows
     ours = unified.TieredFeatures(paths["rows"], host=_least(num_rows))
     in_place = unified.TieredFeatures(paths["npy"], host=_least(num_rows))
     depth, block = 64, max(512, row_bytes)
@@ -154,10 +156,10 @@ def _disk_of(given: argparse.Namespace, rows: list[Row], row_bytes: int, compile
     }
     for warm in (False, True):
         rates: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(given.rounds):
+        for _ in range(settings.rounds):
             for name, (key, call) in calls.items():
                 state["index"] = torch.randint(num_rows, (count,), generator=generator)
-                state["few"] = state["index"][: given.few_rows]
+                state["few"] = state["index"][: settings.few_rows]
                 if warm:
                     call()
                 else:
@@ -171,22 +173,23 @@ def _disk_of(given: argparse.Namespace, rows: list[Row], row_bytes: int, compile
         _report(rows, f"{row_bytes} B, {'warm' if warm else 'cold'} cache", rates, ours, in_place)
     for path in paths.values():
         path.unlink()
-    for one in (ours, in_place):
-        one.close()
+    for table in (ours, in_place):
+        table.close()
 
 
-def depth(given: argparse.Namespace, rows: list[Row]) -> None:
+def depth(settings: argparse.Namespace, rows: list[Row]) -> None:
     """Measure the gain from open requests, and the processor time per row."""
-    path, table, generator = given.disk / "benchmark-depth.rows", [], torch.Generator().manual_seed(2)
-    blocks = (torch.randn(4096, 2048) for _ in range(max(1, given.file_bytes // (4096 * 8192))))
-    found = find_table(unified.write_features(path, blocks))
-    kind = RowType(found.shape[1:], found.dtype, found.dtype)
-    count = min(given.disk_rows, 10_000)
-    out, rates = kind.empty(count), {one: ([], []) for one in (1, 4, 16, 64)}  # type: dict[int, tuple[list, list]]
-    for _ in range(given.rounds):
+    path, table, generator = settings.disk / "benchmark-depth.rows", [], torch.Generator().manual_seed(2)
+    blocks = (torch.randn(4096, 2048) for _ in range(max(1, settings.file_bytes // (4096 * 8192))))
+    result = find_table(unified.write_features(path, blocks))
+    kind = RowType(result.shape[1:], result.dtype, result.dtype)
+    count = min(settings.disk_rows, 10_000)
+    out = kind.empty(count)
+    rates: dict[int, tuple[list[float], list[float]]] = {requests: ([], []) for requests in (1, 4, 16, 64)}
+    for _ in range(settings.rounds):
         for number, (seconds, processor) in rates.items():
-            files = RowFiles([found], depth=number)
-            index = torch.randint(found.shape[0], (count,), generator=generator)
+            files = RowFiles([result], depth=number)
+            index = torch.randint(result.shape[0], (count,), generator=generator)
             start_s, used_s = time.perf_counter(), time.process_time()
             files.read(index, kind, out, None)
             seconds.append(time.perf_counter() - start_s)
@@ -202,7 +205,7 @@ def depth(given: argparse.Namespace, rows: list[Row]) -> None:
 
 
 def _least(num_rows: int) -> int:
-    """A host budget with room for no rows."""
+    """Return a host budget with room for no rows."""
     return 4 * num_rows + 10 * 2**20
 
 
@@ -214,61 +217,63 @@ def _report(
     in_place: unified.TieredFeatures,
 ) -> None:
     table = []
-    for peer, found in rates.items():
-        ratio, low, high = paired_ratio(rates["penstock"], found)
-        table.append([peer, f"{median(found):,.0f}", f"{ratio:.2f} [{low:.2f}, {high:.2f}]"])
+    for peer, peer_rates in rates.items():
+        ratio, low, high = paired_ratio(rates["penstock"], peer_rates)
+        table.append([peer, f"{median(peer_rates):,.0f}", f"{ratio:.2f} [{low:.2f}, {high:.2f}]"])
         rows += [
-            Row(name=name, metric=f"rows a second, {peer}", value=median(found), unit="rows/s"),
+            Row(name=name, metric=f"rows a second, {peer}", value=median(peer_rates), unit="rows/s"),
             Row(name=name, metric="ours over a peer's rate", value=ratio, unit="", peer=peer, ratio=ratio),
             Row(name=name, metric="the same, 95% low", value=low, unit="", peer=peer),
             Row(name=name, metric="the same, 95% high", value=high, unit="", peer=peer),
         ]
     for what, features in (("aligned", ours), ("in place", in_place)):
-        found = features.statistics().read_amplification
-        table.append([f"bytes read a byte of a row, {what}", f"{found:.2f}", ""])
-        rows.append(Row(name=name, metric=f"read amplification, {what}", value=found, unit=""))
+        amplification = features.statistics().read_amplification
+        table.append([f"bytes read a byte of a row, {what}", f"{amplification:.2f}", ""])
+        rows.append(Row(name=name, metric=f"read amplification, {what}", value=amplification, unit=""))
     show(f"random rows from a file: {name}", ["", "rows/s", "ours over it"], table)
 
 
-def epochs(given: argparse.Namespace, rows: list[Row]) -> None:
+def epochs(settings: argparse.Namespace, rows: list[Row]) -> None:
     """Run the example's training under several budgets, in alternation, from the same seeds."""
     example = _example()
-    graph, classes = example.made_up_graph(given.nodes, 20 * given.nodes, 16, 4.0)
-    path = example.made_up_features(given.disk / f"epochs-{given.nodes}-{given.width}.rows", classes, given.width)
-    train = torch.randperm(given.nodes, generator=torch.Generator().manual_seed(0))[: given.nodes // 50]
-    scores = unified.expected_accesses(graph, train, [10, 5], batch_size=given.batch)
-    whole = given.nodes * given.width * 4
+    graph, classes = example.made_up_graph(settings.nodes, 20 * settings.nodes, 16, 4.0)
+    path = example.made_up_features(
+        settings.disk / f"epochs-{settings.nodes}-{settings.width}.rows", classes, settings.width
+    )
+    train = torch.randperm(settings.nodes, generator=torch.Generator().manual_seed(0))[: settings.nodes // 50]
+    scores = unified.expected_accesses(graph, train, [10, 5], batch_size=settings.batch)
+    whole = settings.nodes * settings.width * 4
     budgets = {f"1/{share} of the bytes": whole // share for share in (16, 8, 4)} | {"all rows in memory": None}
     seconds: dict[str, list[float]] = {name: [] for name in budgets}
-    if given.device == "cuda":
+    if settings.device == "cuda":
         seconds["gathered by the CPU and copied"] = []
-    found: dict[str, dict[str, Any]] = {}
-    for number in range(given.epochs + 1):
+    results: dict[str, dict[str, Any]] = {}
+    for number in range(settings.epochs + 1):
         for name, taken in seconds.items():
             budget = budgets.get(name)
             resident, cached = _resident_bytes(), _cached_bytes()
-            with unified.TieredFeatures(path, host=budget, scores=scores, device=given.device) as features:
-                sampler = unified.NeighborSampler(graph, [10, 5], device=given.device)
-                rows_of = features if name in budgets else _Copied(features._store.held.host.plain)
+            with unified.TieredFeatures(path, host=budget, scores=scores, device=settings.device) as features:
+                sampler = unified.NeighborSampler(graph, [10, 5], device=settings.device)
+                rows_of = features if name in budgets else _Copied(features._host)
                 loader = unified.Loader(
-                    sampler, rows_of, train, batch_size=given.batch, labels=classes.to(given.device), seed=number
+                    sampler, rows_of, train, batch_size=settings.batch, labels=classes.to(settings.device), seed=number
                 )  # fmt: skip
                 torch.manual_seed(0)
-                model = example.GraphSAGE(given.width, 64, 16).to(given.device)
+                model = example.GraphSAGE(settings.width, 64, 16).to(settings.device)
                 optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-                synchronize(given.device)
+                synchronize(settings.device)
                 start_s = time.perf_counter()
                 losses = example.train_epoch(model, optimizer, loader, name)
-                synchronize(given.device)
+                synchronize(settings.device)
                 if number:  # the first of each warms up
                     taken.append(time.perf_counter() - start_s)
                 times, counts = loader.statistics(), features.statistics()
                 held = features.host_bytes - (features.in_flight_bytes or 0)
                 held += max(features.in_flight_bytes or 0, times.peak_in_flight_bytes)
-                found[name] = {
+                results[name] = {
                     "last loss": losses[-1], "stall share": times.stall_s / times.wall_s,
                     "hit rate, measured": counts.hit_rate, "hit rate, planned": features.plan.hit_rate,
-                    "share of the best hit rate": _oracle(loader, features) if number == given.epochs else 0.0,
+                    "share of the best hit rate": _oracle(loader, features) if number == settings.epochs else 0.0,
                     "bytes held over budget": held / budget if budget else 1.0,
                     "bytes of rows in flight, peak": times.peak_in_flight_bytes,
                     "resident set grew by": _resident_bytes() - resident,
@@ -276,7 +281,7 @@ def epochs(given: argparse.Namespace, rows: list[Row]) -> None:
                     "rows a second from the disk": counts.disk_rows / counts.disk_s if counts.disk_s else 0.0,
                 }  # fmt: skip
     table = []
-    for name, figures in found.items():
+    for name, figures in results.items():
         ratio, low, high = paired_ratio(seconds[name], seconds["all rows in memory"])
         table.append([name, f"{ratio:.2f} [{low:.2f}, {high:.2f}]", f"{figures['stall share']:.1%}",
                       f"{figures['hit rate, measured']:.1%}", f"{figures['hit rate, planned']:.1%}",
@@ -295,7 +300,7 @@ def epochs(given: argparse.Namespace, rows: list[Row]) -> None:
         rows += [Row(name=name, metric=metric, value=value, unit="") for metric, value in figures.items()]
         rows.append(Row(name=name, metric="epoch", value=median(seconds[name]), unit="s"))
     show(
-        f"epochs of GraphSAGE, {given.nodes:,} nodes, features of {whole / 2**30:.1f} GiB",
+        f"epochs of GraphSAGE, {settings.nodes:,} nodes, features of {whole / 2**30:.1f} GiB",
         ["", "epoch over all in memory", "waiting", "hit rate", "planned", "of the best", "rows/s from disk", "loss"],
         table,
     )  # fmt: skip
@@ -321,12 +326,12 @@ def _resident_bytes() -> int:
 
 def _cached_bytes() -> int:
     """Return the bytes in the page cache."""
-    (line,) = [one for one in Path("/proc/meminfo").read_text().splitlines() if one.startswith("Cached:")]
+    (line,) = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("Cached:")]
     return int(line.split()[1]) * 1024
 
 
 def _oracle(loader: unified.Loader, features: unified.TieredFeatures) -> float:
-    """The plan's hit rate over that of as many rows chosen by the counts of ten epochs, on these counts."""
+    """Return the plan's hit rate over the one of as many rows chosen by the counts of ten epochs, on these counts."""
     num_hot = len(features.plan.host_rows) + len(features.plan.device_rows)
     samples = (
         loader._sample(epoch, number, seeds)[1]
@@ -338,36 +343,36 @@ def _oracle(loader: unified.Loader, features: unified.TieredFeatures) -> float:
     return float(planned / counts.sort(descending=True).values[:num_hot].sum())
 
 
-def link(given: argparse.Namespace, rows: list[Row]) -> None:
-    """Rows to a CUDA device."""
+def link(settings: argparse.Namespace, rows: list[Row]) -> None:
+    """Measure gathering rows to a CUDA device."""
     generator, table = torch.Generator().manual_seed(0), []
     big = torch.empty(2**28, dtype=torch.uint8).pin_memory()
     there = torch.empty_like(big, device="cuda")
     limit = len(big) / median(turns({"copy": lambda: there.copy_(big, non_blocking=True)}, 9, "cuda")["copy"]) / 1e9
     rows.append(Row(name="link", metric="bandwidth of a plain copy", value=limit, unit="GB/s"))
-    for row_bytes in given.row_bytes:
+    for row_bytes in settings.row_bytes:
         features = unified.empty(min(MOST_BYTES // row_bytes, 4_000_000), row_bytes // 4)
         host = features.cpu().normal_()
         on_device, copied = host.cuda(), _Copied(host)
-        for count in given.counts:
+        for count in settings.counts:
             if count * row_bytes > MOST_BYTES // 2:
                 continue
             for access in ("uniform", "power law"):
                 index = rows_like(access, len(host), count, generator)
                 index_there = index.cuda()
                 calls = {
-                    "penstock, in place": lambda one=index_there, table=features: table[one],
-                    "penstock, sorted": lambda one=index_there, table=features: unified.gather(table, one, sort=True),
-                    "CPU gather and pinned copy": lambda one=index, table=copied: table[one],
-                    "table on the device": lambda one=index_there, table=on_device: table.index_select(0, one),
+                    "penstock, in place": lambda rows=index_there, table=features: table[rows],
+                    "penstock, sorted": lambda rows=index_there, table=features: unified.gather(table, rows, sort=True),
+                    "CPU gather and pinned copy": lambda rows=index, table=copied: table[rows],
+                    "table on the device": lambda rows=index_there, table=on_device: table.index_select(0, rows),
                 }
                 assert torch.equal(calls["penstock, in place"](), on_device[index_there])
                 used = _processor_s(calls)
-                seconds = turns(calls, given.rounds, "cuda")
+                seconds = turns(calls, settings.rounds, "cuda")
                 name = f"{row_bytes} B x {count:,}, {access}"
-                for peer, found in seconds.items():
-                    rate = count * row_bytes / median(found) / 1e9
-                    ratio = paired_ratio(found, seconds["penstock, in place"])[0]
+                for peer, result in seconds.items():
+                    rate = count * row_bytes / median(result) / 1e9
+                    ratio = paired_ratio(result, seconds["penstock, in place"])[0]
                     table.append(
                         [name, peer, f"{rate:.2f} GB/s", f"{rate / limit:.1%}", f"{ratio:.2f}", f"{used[peer]:.4f} s"]
                     )
@@ -384,16 +389,16 @@ def link(given: argparse.Namespace, rows: list[Row]) -> None:
 
 
 def _processor_s(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Seconds of all cores for one call of each."""
-    found = {}
+    """Return the seconds of all cores for one call of each."""
+    results = {}
     for name, call in calls.items():
         call()
         torch.cuda.synchronize()
         start_s = time.process_time()
         call()
         torch.cuda.synchronize()
-        found[name] = time.process_time() - start_s
-    return found
+        results[name] = time.process_time() - start_s
+    return results
 
 
 def _example() -> ModuleType:
@@ -418,17 +423,17 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     options.add_argument("--width", type=int, default=2048)
     options.add_argument("--batch", type=int, default=256)
     options.add_argument("--epochs", type=int, default=5)
-    given = options.parse_args(arguments)
-    if given.quick:
-        given.row_bytes, given.counts, given.rounds, given.file_bytes = [64, 1024], [2000], 2, 32 * 2**20
-        given.disk_rows, given.few_rows, given.nodes, given.epochs = 1000, 50, 16384, 1
+    settings = options.parse_args(arguments)
+    if settings.quick:
+        settings.row_bytes, settings.counts, settings.rounds, settings.file_bytes = [64, 1024], [2000], 2, 32 * 2**20
+        settings.disk_rows, settings.few_rows, settings.nodes, settings.epochs = 1000, 50, 16384, 1
     parts = {"gather": gather, "disk": disk, "depth": depth, "epochs": epochs}
-    if given.device == "cuda":
+    if settings.device == "cuda":
         parts["link"] = link
     rows: list[Row] = []
     for name, part in parts.items():
-        if name in (given.part or parts):
-            part(given, rows)
+        if name in (settings.part or parts):
+            part(settings, rows)
     names = (
         "row_bytes",
         "counts",
@@ -441,7 +446,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         "batch",
         "epochs",
     )
-    write(given.json, {name: getattr(given, name) for name in names}, rows, device=given.device)
+    write(settings.json, {name: getattr(settings, name) for name in names}, rows, device=settings.device)
     return rows
 
 

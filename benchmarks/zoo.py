@@ -48,14 +48,16 @@ def loss_of(output: Any) -> torch.Tensor:
     loss: torch.Tensor | None = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is not None:
         return loss
-    tensors = [one for one in pytree.tree_leaves(_plain(output)) if isinstance(one, torch.Tensor) and one.requires_grad]
-    if all(one.dim() == 0 for one in tensors):
+    tensors = [
+        leaf for leaf in pytree.tree_leaves(_plain(output)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    ]
+    if all(tensor.dim() == 0 for tensor in tensors):
         return torch.stack(tensors).sum()
-    return torch.stack([one.square().mean() for one in tensors]).mean()
+    return torch.stack([tensor.square().mean() for tensor in tensors]).mean()
 
 
 def _plain(output: Any) -> Any:
-    """``output`` as tuples and dictionaries: pytree takes a class that it does not know for a leaf."""
+    """Return ``output`` as tuples and dictionaries, since pytree takes an unknown class for a leaf."""
     if isinstance(output, Mapping):
         return {key: _plain(value) for key, value in output.items()}
     if isinstance(output, list | tuple):
@@ -90,8 +92,8 @@ def all_architectures() -> dict[str, Architecture]:
     from benchmarks import zoo_libraries, zoo_signals, zoo_text, zoo_vision
 
     modules = (zoo_text, zoo_vision, zoo_signals, zoo_libraries)
-    architectures = [one for module in modules for one in module.ARCHITECTURES]
-    architectures.sort(key=lambda one: LIBRARIES.index(one.library))
-    found = {one.name: one for one in architectures}
-    assert len(found) == len(architectures), "two architectures have one name"
-    return found
+    architectures = [architecture for module in modules for architecture in module.ARCHITECTURES]
+    architectures.sort(key=lambda architecture: LIBRARIES.index(architecture.library))
+    result = {architecture.name: architecture for architecture in architectures}
+    assert len(result) == len(architectures), "two architectures have one name"
+    return result

@@ -21,12 +21,12 @@ class Scored(nn.Module):
         self.model = model
 
     def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """``[batch, 3, height, width]`` and their labels to the loss."""
+        """Map ``[batch, 3, height, width]`` and their labels to the loss."""
         output: Any = self.model(images)
         if isinstance(output, dict):
             output = tuple(output.values())
         scores = output if isinstance(output, tuple) else (output,)
-        return torch.stack([nn.functional.cross_entropy(one, labels) for one in scores if one is not None]).sum()
+        return torch.stack([nn.functional.cross_entropy(score, labels) for score in scores if score is not None]).sum()
 
 
 class Positional(nn.Module):
@@ -42,17 +42,17 @@ class Positional(nn.Module):
 
 
 def images(size: int) -> Callable[[int], Batch]:
-    """Images of a size, and a class for each."""
+    """Make images of a size, with a class for each."""
     return lambda batch: {"images": torch.randn(batch, 3, size, size), "labels": torch.randint(NUM_CLASSES, (batch,))}
 
 
 def images_with_maps(batch: int) -> Batch:
-    """Images, and a class for each pixel."""
+    """Make images, with a class for each pixel."""
     return {"images": torch.randn(batch, 3, 64, 64), "labels": torch.randint(NUM_CLASSES, (batch, 64, 64))}
 
 
 def images_with_boxes(batch: int) -> Batch:
-    """Images as detectors take them, and two things in each."""
+    """Make images as detectors take them, with two things in each."""
     boxes = torch.tensor([[4.0, 4.0, 30.0, 30.0], [20.0, 10.0, 60.0, 50.0]])
     targets = [{"boxes": boxes + index, "labels": torch.tensor([1, 2])} for index in range(batch)]
     return {"images": list(torch.rand(batch, 3, 64, 64)), "targets": targets}
@@ -133,7 +133,7 @@ _TIMM = [
 
 
 def _vgg() -> Architecture:
-    """Half of VGG's stages, and a head that is not most of the model."""
+    """Make a VGG with half of its stages, and with a head that is not most of the model."""
 
     def make() -> nn.Module:
         vgg = importlib.import_module("torchvision.models.vgg")

@@ -56,7 +56,7 @@ def waves(batch: int) -> Batch:
 
 
 def spectrograms(batch: int) -> Batch:
-    """Spectrograms, and a class for each."""
+    """Make spectrograms, with a class for each."""
     return {"input_values": torch.randn(batch, 32, 16), "labels": torch.randint(5, (batch,))}
 
 
@@ -66,12 +66,12 @@ def spectrograms_with_texts(batch: int) -> Batch:
 
 
 def features_with_texts(batch: int) -> Batch:
-    """The same in the order of Speech2Text."""
+    """Make spectrograms and texts in the order of Speech2Text."""
     return {"input_features": torch.randn(batch, 64, 8), "labels": torch.randint(5, VOCABULARY, (batch, 16))}
 
 
 def series(batch: int) -> Batch:
-    """The past and the future of a series, with the time as a feature."""
+    """Make the past and the future of a series, with the time as a feature."""
     past, future = 18, 4  # as many as the context and its longest lag, and as are predicted
     return {
         "past_values": torch.randn(batch, past),
@@ -83,7 +83,7 @@ def series(batch: int) -> Batch:
 
 
 def channels(batch: int) -> Batch:
-    """The past and the future of three channels."""
+    """Make the past and the future of three channels."""
     return {"past_values": torch.randn(batch, 32, 3), "future_values": torch.randn(batch, 8, 3)}
 
 

@@ -36,7 +36,7 @@ _HEAD = {"head_dim": 8}
 
 
 def texts(batch: int, length: int = LENGTH) -> Batch:
-    """Tokens, of which every other row ends in a quarter of padding, and the same as labels."""
+    """Make tokens and equal labels; every other row ends in a quarter of padding."""
     tokens = torch.randint(5, VOCABULARY, (batch, length))
     is_there = torch.ones(batch, length, dtype=torch.long)
     is_there[1::2, length * 3 // 4 :] = 0
@@ -48,14 +48,14 @@ def texts(batch: int, length: int = LENGTH) -> Batch:
 
 
 def masked_texts(batch: int, length: int = LENGTH) -> Batch:
-    """The same with every seventh token masked; labels say what stood there."""
-    given, is_masked = texts(batch, length), torch.arange(length) % 7 == 3
-    labels = given["labels"].masked_fill(~is_masked, -100)
-    return given | {"input_ids": given["input_ids"].masked_fill(is_masked, 3), "labels": labels}
+    """Make tokens with every seventh one masked, and labels with the original tokens."""
+    settings, is_masked = texts(batch, length), torch.arange(length) % 7 == 3
+    labels = settings["labels"].masked_fill(~is_masked, -100)
+    return settings | {"input_ids": settings["input_ids"].masked_fill(is_masked, 3), "labels": labels}
 
 
 def long_texts(batch: int) -> Batch:
-    """Twice as long, for attention in windows."""
+    """Make tokens of twice the length, for attention in windows."""
     return masked_texts(batch, 2 * LENGTH)
 
 

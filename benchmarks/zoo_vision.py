@@ -33,7 +33,7 @@ _PYRAMID = _STAGES | {"num_attention_heads": [1, 1, 2, 2], "num_encoder_blocks":
 
 
 def pictures(size: int) -> Callable[[int], Batch]:
-    """Images of a size, and a class for each."""
+    """Make images of a size, with a class for each."""
     return lambda batch: {
         "pixel_values": torch.randn(batch, 3, size, size),
         "labels": torch.randint(NUM_CLASSES, (batch,)),
@@ -41,28 +41,28 @@ def pictures(size: int) -> Callable[[int], Batch]:
 
 
 def pictures_alone(batch: int) -> Batch:
-    """Images."""
+    """Make images without labels."""
     return {"pixel_values": torch.randn(batch, 3, 32, 32)}
 
 
 def pictures_with_maps(batch: int) -> Batch:
-    """Images, and a class for each pixel."""
+    """Make images, with a class for each pixel."""
     return {"pixel_values": torch.randn(batch, 3, 64, 64), "labels": torch.randint(NUM_CLASSES, (batch, 64, 64))}
 
 
 def pictures_with_depths(batch: int) -> Batch:
-    """Images, and a depth for each pixel."""
+    """Make images, with a depth for each pixel."""
     return {"pixel_values": torch.randn(batch, 3, 64, 64), "labels": torch.rand(batch, 64, 64) + 0.1}
 
 
 def pictures_with_boxes(batch: int) -> Batch:
-    """Images, and two things to find in each."""
+    """Make images, with two things to find in each."""
     labels = [{"class_labels": torch.tensor([1, 2]), "boxes": torch.rand(2, 4) * 0.3 + 0.2} for _ in range(batch)]
     return {"pixel_values": torch.randn(batch, 3, 64, 64), "labels": labels}
 
 
 def pictures_with_texts(batch: int) -> Batch:
-    """Images, and a text for each."""
+    """Make images, with a text for each."""
     text = texts(batch)
     text.pop("labels")
     return pictures_alone(batch) | text
@@ -105,7 +105,7 @@ _DETECTION = {
 
 
 def _detector(kind: str, maker: str, **options: Any) -> Architecture:
-    """A detector over a small ResNet."""
+    """Make a detector over a small ResNet."""
 
     def make() -> torch.nn.Module:
         import transformers

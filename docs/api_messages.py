@@ -9,21 +9,21 @@ _LEFT_OUT = ("InternalError", "AssertionError", "AttributeError")
 
 
 def tables(source: Path) -> str:
-    """A heading and a table for each room: what is raised, and the message, with three dots for the values in it."""
+    """Return a heading and a table of errors and messages for each room, with three dots for the values in messages."""
     by_room: dict[str, set[tuple[str, str]]] = {}
     for file in sorted(source.rglob("*.py")):
         room = file.relative_to(source).parts[0].removesuffix(".py")
         by_room.setdefault(room, set()).update(messages(file))
     parts = []
-    for room, found in sorted(by_room.items()):
-        if found:
-            rows = [f"| `{name}` | {_cell(text)} |" for name, text in sorted(found, key=lambda one: one[::-1])]
+    for room, result in sorted(by_room.items()):
+        if result:
+            rows = [f"| `{name}` | {_cell(text)} |" for name, text in sorted(result, key=lambda pair: pair[::-1])]
             parts += [f"## Messages of {room}", "\n".join(["| raises | message |", "|---|---|", *rows])]
     return "\n\n".join(parts)
 
 
 def messages(file: Path) -> Iterator[tuple[str, str]]:
-    """Class and message of everything that a file raises or warns with, where the message stands beside it."""
+    """Return the class and message of everything that a file raises or warns with, if the message is written there."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Call) and node.args:
             name, text = ast.unparse(node.func).rpartition(".")[2], _text(node.args[0])
@@ -34,16 +34,16 @@ def messages(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def _text(node: ast.expr) -> str:
-    """What is written, with three dots for values; empty where nothing but values is."""
+    """Return the text of a message, with three dots for values; empty if it is nothing but values."""
     if isinstance(node, ast.JoinedStr):
-        found = "".join(str(one.value) if isinstance(one, ast.Constant) else "..." for one in node.values)
+        result = "".join(str(value.value) if isinstance(value, ast.Constant) else "..." for value in node.values)
     else:
-        found = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
-    return found if any(one.isalpha() for one in found) else ""
+        result = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+    return result if any(part.isalpha() for part in result) else ""
 
 
 def _cell(text: str) -> str:
-    """Text of a table's cell that is shown as it is."""
+    """Return the text of a table's cell that is shown literally."""
     for mark in "\\`*_<>[]|{}":
         text = text.replace(mark, f"&#{ord(mark)};")
     return " ".join(text.split())

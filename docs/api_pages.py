@@ -23,20 +23,25 @@ _SECTION = re.compile(r"(Args|Arguments|Returns|Raises|Yields|Attributes):")
 
 
 def pages() -> dict[str, str]:
-    """Markdown of every page by its name: ``index``, and one for each room."""
+    """Return the Markdown of every page by its name: ``index``, and one for each room."""
     named = sorted(set(re.findall(r"`penstock\.(\w+)", penstock.__doc__ or "")))
-    rooms = [one for one in named if importlib.util.find_spec(f"penstock.{one}") is not None]
-    return {"index": _index(rooms, [one for one in named if one not in rooms]), **{room: _page(room) for room in rooms}}
+    rooms = [module for module in named if importlib.util.find_spec(f"penstock.{module}") is not None]
+    return {
+        "index": _index(rooms, [module for module in named if module not in rooms]),
+        **{room: _page(room) for room in rooms},
+    }
 
 
 def public_names(room: str) -> list[str]:
-    """Public names of a room, in the order of its map."""
+    """Return the public names of a room, in the order of its map."""
     module = importlib.import_module(f"penstock.{room}")
     if hasattr(module, "__all__"):
         return list(module.__all__)
     tree = _tree(Path(module.__file__ or ""))
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
-    return [one.asname for node in imports for one in node.names if one.asname and not one.asname.startswith("_")]
+    return [
+        alias.asname for node in imports for alias in node.names if alias.asname and not alias.asname.startswith("_")
+    ]
 
 
 def _index(rooms: list[str], others: list[str]) -> str:
@@ -55,9 +60,9 @@ def _page(room: str) -> str:
     names = public_names(room)
     links = {name: f"[`{name}`](#{name})" for name in names}
     parts = [f"# penstock.{room}", _linked(_markdown(inspect.getdoc(module) or ""), links)]
-    for name in sorted(names, key=lambda one: (one.lower(), one)):
+    for name in sorted(names, key=lambda text: (text.lower(), text)):
         parts.append(f"## `{name}` {{ #{name} }}")
-        parts.append(_linked(_entry(module, name), {one: link for one, link in links.items() if one != name}))
+        parts.append(_linked(_entry(module, name), {other: link for other, link in links.items() if other != name}))
     if room == "errors":
         parts.append(api_messages.tables(Path(penstock.__file__).parent))
     return "\n\n".join(parts) + "\n"
@@ -77,26 +82,28 @@ def _entry(module: ModuleType, name: str) -> str:
 
 
 def _definition(module: ModuleType, name: str) -> tuple[Path, ast.stmt | None]:
-    """The file and statement that define a public name, followed through imports."""
+    """Return the file and statement that define a public name, followed through imports."""
     file = Path(module.__file__ or "")
     for node in _tree(file).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
             return file, node
         if isinstance(node, ast.Assign | ast.AnnAssign) and _targets(node) == [name]:
             return file, node
-        if isinstance(node, ast.ImportFrom) and name in [one.asname or one.name for one in node.names]:
-            original = next(one.name for one in node.names if (one.asname or one.name) == name)
+        if isinstance(node, ast.ImportFrom) and name in [alias.asname or alias.name for alias in node.names]:
+            original = next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
             return _definition(importlib.import_module(node.module or ""), original)
     return file, None
 
 
 def _targets(node: ast.Assign | ast.AnnAssign) -> list[str]:
-    return [ast.unparse(one) for one in (node.targets if isinstance(node, ast.Assign) else [node.target])]
+    return [ast.unparse(target) for target in (node.targets if isinstance(node, ast.Assign) else [node.target])]
 
 
 def _class(value: Any, node: ast.ClassDef) -> Iterator[str]:
-    bases = ", ".join(ast.unparse(one) for one in node.bases if not ast.unparse(one).startswith(("_", "Protocol")))
-    starts = next((one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"), None)
+    bases = ", ".join(ast.unparse(base) for base in node.bases if not ast.unparse(base).startswith(("_", "Protocol")))
+    starts = next(
+        (method for method in node.body if isinstance(method, ast.FunctionDef) and method.name == "__init__"), None
+    )
     takes = _arguments(starts.args, skip_first=True) if starts is not None else []
     yield _code(_call(f"class {node.name}", takes) if takes else f"class {node.name}" + (f"({bases})" if bases else ""))
     yield _markdown(inspect.getdoc(value) or "")
@@ -105,17 +112,17 @@ def _class(value: Any, node: ast.ClassDef) -> Iterator[str]:
         yield "\n".join(["| field | type, default | meaning |", "|---|---|---|", *fields])
     for method in node.body:
         if isinstance(method, ast.FunctionDef) and not method.name.startswith("_"):
-            found = getattr(value, method.name, None)
+            attribute = getattr(value, method.name, None)
             is_property = isinstance(
                 inspect.getattr_static(value, method.name, None), property | functools.cached_property
             )
             yield f"### `{node.name}.{method.name}` {{ #{node.name}.{method.name} }}"
             yield _code(_signature(method, skip_first=True, is_property=is_property))
-            yield _markdown(inspect.getdoc(found) or "")
+            yield _markdown(inspect.getdoc(attribute) or "")
 
 
 def _fields(body: list[ast.stmt]) -> Iterator[str]:
-    """Fields of a dataclass and members of an enumeration, each with the string below it."""
+    """Yield the fields of a dataclass, or the members of an enumeration, each with the string below it."""
     for node in body:
         if isinstance(node, ast.AnnAssign | ast.Assign):
             name = _targets(node)[0]
@@ -141,15 +148,15 @@ def _row(name: str, kind: str, meaning: str) -> str:
     shown = f"`{kind}`" if kind else ""
     text = " ".join(_markdown(meaning).split())
     parts = text.split("`")  # a bar ends a cell, but inside of backticks
-    parts[::2] = [one.replace("|", "\\|") for one in parts[::2]]
+    parts[::2] = [part.replace("|", "\\|") for part in parts[::2]]
     return f"| `{name}` | {shown} | {'`'.join(parts)} |"
 
 
 def _string_after(body: list[ast.stmt], node: ast.stmt) -> str | None:
     following = body[body.index(node) + 1 : body.index(node) + 2]
     if following and isinstance(following[0], ast.Expr) and isinstance(following[0].value, ast.Constant):
-        found = following[0].value.value
-        return inspect.cleandoc(found) if isinstance(found, str) else None
+        result = following[0].value.value
+        return inspect.cleandoc(result) if isinstance(result, str) else None
     return None
 
 
@@ -157,30 +164,33 @@ def _signature(node: ast.FunctionDef, *, skip_first: bool = False, is_property: 
     returns = f" -> {_plain(node.returns)}" if node.returns is not None else ""
     if is_property:
         return f"{node.name}{returns.replace(' ->', ':')}"
-    is_static = any(ast.unparse(one) == "staticmethod" for one in node.decorator_list)
+    is_static = any(ast.unparse(decorator) == "staticmethod" for decorator in node.decorator_list)
     return _call(node.name, _arguments(node.args, skip_first=skip_first and not is_static)) + returns
 
 
 def _call(name: str, arguments: list[str]) -> str:
     line = f"{name}({', '.join(arguments)})"
-    return line if len(line) <= 88 else f"{name}(\n" + "".join(f"    {one},\n" for one in arguments) + ")"
+    return line if len(line) <= 88 else f"{name}(\n" + "".join(f"    {argument},\n" for argument in arguments) + ")"
 
 
-def _arguments(found: ast.arguments, *, skip_first: bool) -> list[str]:
-    positional = [*found.posonlyargs, *found.args]
-    defaults: list[ast.expr | None] = [None] * (len(positional) - len(found.defaults)) + list(found.defaults)
-    shown = [_argument(one, default) for one, default in zip(positional, defaults, strict=True)][skip_first:]
-    if found.vararg:
-        shown.append("*" + _argument(found.vararg, None))
-    elif found.kwonlyargs:
+def _arguments(signature: ast.arguments, *, skip_first: bool) -> list[str]:
+    positional = [*signature.posonlyargs, *signature.args]
+    defaults: list[ast.expr | None] = [None] * (len(positional) - len(signature.defaults)) + list(signature.defaults)
+    shown = [_argument(argument, default) for argument, default in zip(positional, defaults, strict=True)][skip_first:]
+    if signature.vararg:
+        shown.append("*" + _argument(signature.vararg, None))
+    elif signature.kwonlyargs:
         shown.append("*")
-    shown += [_argument(one, default) for one, default in zip(found.kwonlyargs, found.kw_defaults, strict=True)]
-    return shown + (["**" + _argument(found.kwarg, None)] if found.kwarg else [])
+    shown += [
+        _argument(argument, default)
+        for argument, default in zip(signature.kwonlyargs, signature.kw_defaults, strict=True)
+    ]
+    return shown + (["**" + _argument(signature.kwarg, None)] if signature.kwarg else [])
 
 
-def _argument(one: ast.arg, default: ast.expr | None) -> str:
-    kind = f": {_plain(one.annotation)}" if one.annotation is not None else ""
-    return one.arg + kind + (f"{' = ' if kind else '='}{ast.unparse(default)}" if default is not None else "")
+def _argument(argument: ast.arg, default: ast.expr | None) -> str:
+    kind = f": {_plain(argument.annotation)}" if argument.annotation is not None else ""
+    return argument.arg + kind + (f"{' = ' if kind else '='}{ast.unparse(default)}" if default is not None else "")
 
 
 def _plain(annotation: ast.expr) -> str:
@@ -189,7 +199,7 @@ def _plain(annotation: ast.expr) -> str:
 
 
 def _markdown(docstring: str) -> str:
-    """A docstring as Markdown: double backticks, sections, literal blocks and examples."""
+    """Return a docstring as Markdown: double backticks, sections, literal blocks and examples."""
     lines: list[str] = []
     for block in re.split(r"\n\s*\n", inspect.cleandoc(docstring)):
         lines += [_block(block, after_colons=bool(lines) and lines[-2].endswith("::")), ""]

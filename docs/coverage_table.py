@@ -28,7 +28,7 @@ def tables() -> str:
     """Return the counts and the table as Markdown, from the newest file."""
     file = max(RESULTS.glob("20??-??-??-cpu-coverage.json"))
     content = json.loads(file.read_text())
-    cases: dict[tuple[str, str], dict[str, Any]] = {(one["name"], one["door"]): one for one in content["cases"]}
+    cases: dict[tuple[str, str], dict[str, Any]] = {(row["name"], row["door"]): row for row in content["cases"]}
     versions = ", ".join(f"{name} {version}" for name, version in content["configuration"]["libraries"].items())
     link = f"[{file.stem[:10]}](../benchmarks/results/{file.name})"
     said = f"From {link}: PyTorch {content['machine']['torch']}, {versions}."
@@ -42,19 +42,19 @@ def _counts(cases: list[dict[str, Any]]) -> str:
         "|---" * 11 + "|",
     ]
     for door, title in DOORS.items():
-        mine = [one for one in cases if one["door"] == door]
-        verdicts = Counter(one["verdict"] for one in mine)
-        errors = sum(verdicts[one] for one in ("failed", "crashed", "hung"))
+        mine = [case for case in cases if case["door"] == door]
+        verdicts = Counter(row["verdict"] for row in mine)
+        errors = sum(verdicts[verdict] for verdict in ("failed", "crashed", "hung"))
         cells = [title, len(mine), verdicts["equal"], verdicts["close"], verdicts["refused"], errors]
-        cells += [verdicts["not equal"], *_held([one for one in mine if "is_held" in one])]
+        cells += [verdicts["not equal"], *_held([row for row in mine if "is_held" in row])]
         rows.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(rows)
 
 
 def _held(cases: list[dict[str, Any]]) -> list[int]:
     """Return how many kept their budget, did so within 1%, exceeded it and said so, and exceeded it in silence."""
-    above = [one for one in cases if one["peak_bytes"] > 1.01 * one["budget_bytes"]]
-    kept, said = sum(one["is_held"] for one in cases), sum(bool(one["said"]) for one in above)
+    above = [case for case in cases if case["peak_bytes"] > 1.01 * case["budget_bytes"]]
+    kept, said = sum(case["is_held"] for case in cases), sum(bool(row["said"]) for row in above)
     return [kept, len(cases) - kept - len(above), said, len(above) - said]
 
 
@@ -78,7 +78,7 @@ def _cell(case: dict[str, Any] | None) -> str:
 
 
 def main() -> None:
-    """Writes the table into the page."""
+    """Write the table into the page."""
     before, _, rest = PAGE.read_text().partition(MARKS[0])
     after = rest.partition(MARKS[1])[2]
     PAGE.write_text(f"{before}{MARKS[0]}\n\n{tables()}\n\n{MARKS[1]}{after}")

@@ -1,4 +1,4 @@
-"""What MkDocs builds beside the pages that are written: the API, examples, and pages that lie outside of `docs`.
+"""Hooks of MkDocs that build pages nobody writes: the API, examples, and pages that lie outside of `docs`.
 
 Links between pages are those that work in a checkout; here they are turned to where the site has the same thing.
 """
@@ -18,7 +18,7 @@ _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Puts the pages of a folder into the navigation where the folder is named."""
+    """Put the pages of a folder into the navigation where the folder is named."""
     config.watch += [str(ROOT / "src"), str(ROOT / "examples")]
     pages = {**_written(), **_generated()}
     config.nav = expanded(config.nav or [], pages)
@@ -26,7 +26,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages that nobody wrote, and the figures that pages link to."""
+    """Add generated pages, and the figures that pages link to."""
     for address, content in _generated().items():
         files.append(File.generated(config, address, content=content))
     for figures in sorted((ROOT / "benchmarks" / "results").glob("*.*")):
@@ -35,7 +35,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001
-    """Turns links to files of the repository into links to where the site has them."""
+    """Turn links to files of the repository into links to where the site has them."""
     address = page.file.src_uri
     origin = _ORIGINS.get(address, f"docs/{address}")
     if address.startswith(("api/", "examples/")):
@@ -45,7 +45,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def expanded(nav: list[Any], pages: dict[str, str]) -> list[Any]:
-    """`nav` with each ``folder/`` replaced by those of its pages that `nav` does not name, in order of their titles.
+    """Return `nav` with each ``folder/`` replaced by its pages that `nav` does not name, in order of their titles.
 
     A section without any page is left out.
     """
@@ -60,8 +60,8 @@ def expanded(nav: list[Any], pages: dict[str, str]) -> list[Any]:
                 filled.append({title: inside if alone else fill(inside)})
             elif entry.endswith("/"):
                 folder = PurePosixPath(entry)
-                rest = {one for one in pages if PurePosixPath(one).parent == folder} - named
-                filled.extend(sorted(rest, key=lambda one: _title(pages[one])))
+                rest = {page for page in pages if PurePosixPath(page).parent == folder} - named
+                filled.extend(sorted(rest, key=lambda address: _title(pages[address])))
             else:
                 filled.append(entry)
         return filled
@@ -73,7 +73,7 @@ def _leaves(nav: Any) -> list[str]:
     if isinstance(nav, str):
         return [nav]
     inside = nav.values() if isinstance(nav, dict) else nav
-    return [leaf for one in inside for leaf in _leaves(one)]
+    return [leaf for page in inside for leaf in _leaves(page)]
 
 
 def _title(markdown: str) -> str:
@@ -93,7 +93,7 @@ def _generated() -> dict[str, str]:
     examples = sorted((ROOT / "examples").glob("*.py"))
     return {
         **{f"api/{name}.md": content for name, content in api_pages.pages().items()},
-        **{f"examples/{one.stem}.md": _example(one) for one in examples},
+        **{f"examples/{example.stem}.md": _example(example) for example in examples},
         "examples/index.md": _examples(examples),
         **{address: (ROOT / origin).read_text() for address, origin in _ORIGINS.items()},
     }
@@ -104,7 +104,7 @@ def _example(file: Path) -> str:
 
 
 def _examples(files: list[Path]) -> str:
-    rows = [f"| [{one.name}]({one.stem}.md) | {_first_line(one)} |" for one in files]
+    rows = [f"| [{file.name}]({file.stem}.md) | {_first_line(file)} |" for file in files]
     return "\n".join(["# Examples", "", "Each runs, and the tests run it.", "", "| | |", "|---|---|", *rows, ""])
 
 
@@ -121,7 +121,7 @@ def _relinked(markdown: str, origin: str, address: str) -> str:
 
 
 def _on_site(target: str) -> str:
-    """Where the site has what the repository has at `target`."""
+    """Return where the site has what the repository has at `target`."""
     if target.startswith("docs/"):
         return target.removeprefix("docs/")
     if match := re.fullmatch(r"src/penstock/(?:(\w+)/)?(\w+)\.py", target):

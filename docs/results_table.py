@@ -1,4 +1,4 @@
-"""Make the tables of `docs/benchmarks.md` from the dated files of `benchmarks/results`.
+"""The tables of `docs/benchmarks.md`, made from the dated files of `benchmarks/results`.
 
 python docs/results_table.py
 
@@ -460,24 +460,24 @@ ENTRIES = {
 
 
 def table() -> str:
-    """The table as Markdown. Raises ``ValueError`` for a file that has no entry, or figures that are not in it."""
+    """Return the table as Markdown. Raises ``ValueError`` for a file without an entry, or figures that it lacks."""
     rows = ["| date | what it shows | figures | command |", "|---|---|---|---|"]
     files = sorted(RESULTS.glob("20??-??-??-*.json"))
     for file in files:
         if file.stem[11:] not in ENTRIES:
             raise ValueError(f"{file.name} has no entry: say in {Path(__file__).name} what it shows")
     order = list(ENTRIES)
-    for file in sorted(files, key=lambda one: (order.index(one.stem[11:]), one.stem)):
+    for file in sorted(files, key=lambda path: (order.index(path.stem[11:]), path.stem)):
         entry = ENTRIES[file.stem[11:]]
         content = json.loads(file.read_text())
-        shown = "; ".join(_figure(one, content["rows"], file) for one in entry.figures)
+        shown = "; ".join(_figure(figure, content["rows"], file) for figure in entry.figures)
         link = f"[{file.stem[:10]}](../benchmarks/results/{file.name})"
         rows.append(f"| {link} | {entry.shows} | {shown} | `python -m benchmarks.{entry.command}` |")
     return "\n".join(rows)
 
 
 def misuse_table() -> str:
-    """What came of misuse in each room, from the last file of that campaign."""
+    """Return the table of outcomes of misuse by room, from the last file of that campaign."""
     kinds = ["cases", "right", "our error", "their error", "raw", "silent", "wrong number", "leak", "crash", "hang"]
     file = max(RESULTS.glob("20??-??-??-cpu-misuse.json"))
     counts: dict[str, dict[str, int]] = {}
@@ -492,11 +492,11 @@ def misuse_table() -> str:
 
 def _figure(figure: Figure, rows: list[dict[str, Any]], file: Path) -> str:
     wanted = {"metric": figure.metric, "name": figure.name, "peer": figure.peer}
-    found = [row for row in rows if all(re.fullmatch(pattern, row[key]) for key, pattern in wanted.items())]
-    values = [row[figure.of] for row in found if row[figure.of] is not None]
+    result = [row for row in rows if all(re.fullmatch(pattern, row[key]) for key, pattern in wanted.items())]
+    values = [row[figure.of] for row in result if row[figure.of] is not None]
     if not values:
         raise ValueError(f"{file.name} has no row for {figure}")
-    ends = list(dict.fromkeys(_written(one, figure.form) for one in (min(values), max(values))))
+    ends = list(dict.fromkeys(_written(number, figure.form) for number in (min(values), max(values))))
     return figure.label.format(" to ".join(ends))
 
 
@@ -507,7 +507,7 @@ def _written(value: float | bool, form: str) -> str:
 
 
 def main() -> None:
-    """Writes the table into the page."""
+    """Write the table into the page."""
     before, _, rest = PAGE.read_text().partition(MARKS[0])
     after = rest.partition(MARKS[1])[2]
     PAGE.write_text(f"{before}{MARKS[0]}\n\n{table()}\n\n{MARKS[1]}{after}")

@@ -38,8 +38,8 @@ def labels(path: Path, triples: Triples, classes: dict[str, int]) -> tuple[torch
     with path.open() as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
     nodes = [triples.nodes[f"<{row['person']}>"] for row in rows]
-    found = [classes.setdefault(row["label_affiliation"], len(classes)) for row in rows]
-    return torch.tensor(nodes), torch.tensor(found)
+    result = [classes.setdefault(row["label_affiliation"], len(classes)) for row in rows]
+    return torch.tensor(nodes), torch.tensor(result)
 
 
 def main() -> None:
@@ -48,27 +48,27 @@ def main() -> None:
     options.add_argument("--seeds", type=int, default=1)
     options.add_argument("--epochs", type=int, default=50)
     options.add_argument("--hidden", type=int, default=16)
-    given = options.parse_args()
+    settings = options.parse_args()
 
-    triples = read_ntriples(given.data / "aifb_stripped.nt.gz", inverses=True)
+    triples = read_ntriples(settings.data / "aifb_stripped.nt.gz", inverses=True)
     graph, classes = triples.graph(), dict[str, int]()
-    train_nodes, train_labels = labels(given.data / "trainingSet.tsv", triples, classes)
-    test_nodes, test_labels = labels(given.data / "testSet.tsv", triples, classes)
+    train_nodes, train_labels = labels(settings.data / "trainingSet.tsv", triples, classes)
+    test_nodes, test_labels = labels(settings.data / "testSet.tsv", triples, classes)
     print(f"{graph}: {len(train_nodes)} persons to learn from, {len(test_nodes)} to be told, {len(classes)} groups")
 
-    found = []
-    for seed in range(given.seeds):
+    results = []
+    for seed in range(settings.seeds):
         torch.manual_seed(seed)
-        model = Classifier(triples, given.hidden, len(classes))
+        model = Classifier(triples, settings.hidden, len(classes))
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        for _ in track(range(given.epochs), description=f"seed {seed}"):
+        for _ in track(range(settings.epochs), description=f"seed {seed}"):
             optimizer.zero_grad()
             functional.cross_entropy(model(graph)[train_nodes], train_labels).backward()
             optimizer.step()
         with torch.no_grad():
-            found.append((model(graph)[test_nodes].argmax(1) == test_labels).float().mean().item())
-        print(f"seed {seed}: {found[-1]:.1%} of test persons right")
-    print(f"mean test accuracy over {given.seeds} seeds: {mean(found):.1%}")
+            results.append((model(graph)[test_nodes].argmax(1) == test_labels).float().mean().item())
+        print(f"seed {seed}: {results[-1]:.1%} of test persons right")
+    print(f"mean test accuracy over {settings.seeds} seeds: {mean(results):.1%}")
 
 
 if __name__ == "__main__":

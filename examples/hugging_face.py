@@ -22,13 +22,13 @@ def main() -> None:
     options.add_argument("--layers", type=int, default=6)
     options.add_argument("--width", type=int, default=256)
     options.add_argument("--steps", type=int, default=5)
-    given = options.parse_args()
+    flags = options.parse_args()
 
-    config = GPT2Config(vocab_size=512, n_positions=256, n_embd=given.width, n_layer=given.layers, n_head=4)
+    config = GPT2Config(vocab_size=512, n_positions=256, n_embd=flags.width, n_layer=flags.layers, n_head=4)
     texts = [{"input_ids": row, "labels": row} for row in torch.randint(512, (64, 256))]
-    callback = PenstockCallback(budget=given.budget, disk=given.disk)
+    callback = PenstockCallback(budget=flags.budget, disk=flags.disk)
     with tempfile.TemporaryDirectory() as folder:
-        settings = {"max_steps": given.steps, "logging_steps": 1, "report_to": "none", "save_strategy": "no"}
+        settings = {"max_steps": flags.steps, "logging_steps": 1, "report_to": "none", "save_strategy": "no"}
         arguments = TrainingArguments(folder, learning_rate=3e-4, **settings)
         Trainer(GPT2LMHeadModel(config), arguments, train_dataset=texts, callbacks=[callback]).train()
     summary = callback.summary()

@@ -38,14 +38,14 @@ def main() -> None:
     options.add_argument("--layers", type=int, default=6)
     options.add_argument("--width", type=int, default=256)
     options.add_argument("--steps", type=int, default=5)
-    given = options.parse_args()
+    settings = options.parse_args()
 
     tokens = (torch.randint(VOCABULARY, (64, 1)) + torch.arange(LENGTH + 1)) % VOCABULARY
     loader = torch.utils.data.DataLoader(tokens, batch_size=8)
-    callback = LightningOffload(budget=given.budget, disk=given.disk)
+    callback = LightningOffload(budget=settings.budget, disk=settings.disk)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = lightning.Trainer(max_steps=given.steps, callbacks=[callback], **quiet)
-    trainer.fit(Counting(given.layers, given.width), loader)
+    trainer = lightning.Trainer(max_steps=settings.steps, callbacks=[callback], **quiet)
+    trainer.fit(Counting(settings.layers, settings.width), loader)
     summary = callback.summary()
     assert summary is not None
     print(f"loss {trainer.callback_metrics['loss']:.3f}")

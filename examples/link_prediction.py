@@ -59,8 +59,8 @@ class PlainRGCN(nn.Module):
         rows = x.index_select(0, self.source).split(self.counts)
         message = torch.cat([part @ matrix for part, matrix in zip(rows, weight, strict=True)])
         share = self.share if edge_norm is None else self.share * edge_norm[self.order]
-        found = torch.zeros(len(x), weight.shape[2]).index_add(0, self.target, share.unsqueeze(1) * message)
-        return found + x @ self.root + self.bias
+        result = torch.zeros(len(x), weight.shape[2]).index_add(0, self.target, share.unsqueeze(1) * message)
+        return result + x @ self.root + self.bias
 
 
 class Model(nn.Module):
@@ -100,9 +100,9 @@ class Known:
     """All answers in any split, which are left out of the ranking of the others."""
 
     def __init__(self, splits: list[Queries], num_entities: int):
-        keys = torch.cat([one.relation * num_entities + one.subject for one in splits])
+        keys = torch.cat([split.relation * num_entities + split.subject for split in splits])
         self.keys, order = keys.sort(stable=True)
-        self.objects = torch.cat([one.object for one in splits])[order]
+        self.objects = torch.cat([split.object for split in splits])[order]
         self.num_entities = num_entities
 
     def of(self, subject: torch.Tensor, relation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,15 +119,15 @@ class Known:
 def ranks(model: Model, graph: RelationalGraph, queries: Queries, known: Known) -> torch.Tensor:
     """Return filtered ranks from 1, with ties at their mean, ``float [queries]``."""
     model.eval()
-    encoded, found = model(graph), []
+    encoded, result = model(graph), []
     for batch in torch.arange(len(queries)).split(512):
         subject, relation = queries.subject[batch], queries.relation[batch]
         scores = (encoded[subject] * model.relations[relation]) @ encoded.t()
         right = scores.gather(1, queries.object[batch].unsqueeze(1))
         scores[known.of(subject, relation)] = -torch.inf  # the right one among them
-        found.append(1 + (scores > right).sum(1) + (scores == right).sum(1) / 2)
+        result.append(1 + (scores > right).sum(1) + (scores == right).sum(1) / 2)
     model.train()
-    return torch.cat(found)
+    return torch.cat(result)
 
 
 def main() -> None:
@@ -147,9 +147,11 @@ def main() -> None:
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--checkpoint", type=Path, help="where the best parameters are written (safetensors)")
     options.add_argument("--picture", type=Path, help="where the curves are drawn (png)")
-    given = options.parse_args()
+    settings = options.parse_args()
 
-    splits = {name: read_id_file(given.data / f"{name}2id.txt")[: given.triples] for name in ("train", "valid", "test")}
+    splits = {
+        name: read_id_file(settings.data / f"{name}2id.txt")[: settings.triples] for name in ("train", "valid", "test")
+    }
     whole = torch.cat(list(splits.values()))
     num_entities, num_relations = int(whole[:, :2].max()) + 1, int(whole[:, 2].max()) + 1
     asked = {name: Queries(triples, num_relations) for name, triples in splits.items()}
@@ -160,24 +162,24 @@ def main() -> None:
     )  # fmt: skip
     print(f"{graph}: {len(splits['valid'])} triples to stop by, {len(splits['test'])} to be told")
 
-    torch.manual_seed(given.seed)
-    model = Model(graph, given.width, given.bases, given.encoder, given.dropout)
-    optimizer = torch.optim.Adam(model.parameters(), lr=given.learning_rate)
+    torch.manual_seed(settings.seed)
+    model = Model(graph, settings.width, settings.bases, settings.encoder, settings.dropout)
+    optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
     best, best_state, waited = 0.0, copy.deepcopy(model.state_dict()), 0
     losses, quality, start_s = list[float](), list[float](), time.perf_counter()
-    for epoch in range(1, given.epochs + 1):
+    for epoch in range(1, settings.epochs + 1):
         total = 0.0
-        for batch in track(list(batches(train, given.batch)), description=f"epoch {epoch}", transient=True):
+        for batch in track(list(batches(train, settings.batch)), description=f"epoch {epoch}", transient=True):
             is_message = torch.ones(len(train))
             is_message[batch] = 0
             is_message[(batch + len(train) // 2) % len(train)] = 0  # their inverses
             optimizer.zero_grad()
-            loss = loss_of(model, model(graph, is_message), train, batch, given.negatives)
+            loss = loss_of(model, model(graph, is_message), train, batch, settings.negatives)
             loss.backward()
             optimizer.step()
             total += loss.item() * len(batch)
         losses.append(total / len(train))
-        if epoch % given.every and epoch < given.epochs:
+        if epoch % settings.every and epoch < settings.epochs:
             continue
         quality.append((1 / ranks(model, graph, asked["valid"], known)).mean().item())
         print(
@@ -187,19 +189,19 @@ def main() -> None:
         )
         if quality[-1] > best:
             best, best_state, waited = quality[-1], copy.deepcopy(model.state_dict()), 0
-            if given.checkpoint:
-                save_file(best_state, given.checkpoint)
+            if settings.checkpoint:
+                save_file(best_state, settings.checkpoint)
         else:
             waited += 1
-        if waited == given.patience:
+        if waited == settings.patience:
             break
     model.load_state_dict(best_state)
-    if given.picture:
+    if settings.picture:
         from penstock.report import curves
 
-        curves(given.picture, {"training loss": losses}, title="link prediction", x_label="epoch")
-    found = ranks(model, graph, asked["test"], known)
-    print(f"test: Hits@10 {(found <= 10).float().mean():.4f}, filtered MRR: {(1 / found).mean():.4f}")
+        curves(settings.picture, {"training loss": losses}, title="link prediction", x_label="epoch")
+    result = ranks(model, graph, asked["test"], known)
+    print(f"test: Hits@10 {(result <= 10).float().mean():.4f}, filtered MRR: {(1 / result).mean():.4f}")
 
 
 if __name__ == "__main__":

@@ -60,9 +60,12 @@ def blocks_of(sample: unified.Sample, kinds: torch.Tensor, num_types: int) -> li
     blocks = [sample.block(layer) for layer in range(2)]
     return [
         RelationalGraph(
-            one.edge_index, kinds[one.edges], num_nodes=(one.num_sources, one.num_targets), num_edge_types=num_types
+            block.edge_index,
+            kinds[block.edges],
+            num_nodes=(block.num_sources, block.num_targets),
+            num_edge_types=num_types,
         )
-        for one in blocks
+        for block in blocks
     ]
 
 
@@ -98,42 +101,44 @@ def main() -> None:
     options.add_argument("--disk", type=Path, default=Path("."), help="a directory on an SSD")
     options.add_argument("--checkpoint", type=Path, help="where the parameters are written (safetensors)")
     options.add_argument("--picture", type=Path, help="where the loss is drawn (png)")
-    given = options.parse_args()
+    settings = options.parse_args()
 
     torch.manual_seed(0)
-    data = made_up(given.nodes, given.degree, given.types, given.classes, given.width)
-    train, test = torch.randperm(given.nodes).split([given.nodes * 4 // 5, given.nodes - given.nodes * 4 // 5])
-    fanouts = [given.fanout, given.fanout]
-    scores = unified.expected_accesses(data.graph, train, fanouts, batch_size=given.batch)
-    features = unified.TieredFeatures(data.features, host=given.host, disk=given.disk, scores=scores)
-    print(f"{data.graph} of {given.types} types, {given.classes} classes\n{features.plan.explain()}")
+    data = made_up(settings.nodes, settings.degree, settings.types, settings.classes, settings.width)
+    train, test = torch.randperm(settings.nodes).split(
+        [settings.nodes * 4 // 5, settings.nodes - settings.nodes * 4 // 5]
+    )
+    fanouts = [settings.fanout, settings.fanout]
+    scores = unified.expected_accesses(data.graph, train, fanouts, batch_size=settings.batch)
+    features = unified.TieredFeatures(data.features, host=settings.host, disk=settings.disk, scores=scores)
+    print(f"{data.graph} of {settings.types} types, {settings.classes} classes\n{features.plan.explain()}")
     sampler = unified.NeighborSampler(data.graph, fanouts)
 
     def batches(seeds: torch.Tensor, **options: bool) -> unified.Loader:
-        return unified.Loader(sampler, features, seeds, batch_size=given.batch, labels=data.classes, **options)
+        return unified.Loader(sampler, features, seeds, batch_size=settings.batch, labels=data.classes, **options)
 
-    model = Classifier(given.width, given.hidden, given.classes, given.types, given.heads)
+    model = Classifier(settings.width, settings.hidden, settings.classes, settings.types, settings.heads)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     losses, loader = list[float](), batches(train)
-    for epoch in range(1, given.epochs + 1):
+    for epoch in range(1, settings.epochs + 1):
         for batch in track(loader, description=f"epoch {epoch}", total=len(loader), transient=True):
             optimizer.zero_grad()
-            scores = model(blocks_of(batch.sample, data.kinds, given.types), batch.x)
+            scores = model(blocks_of(batch.sample, data.kinds, settings.types), batch.x)
             loss = functional.cross_entropy(scores, batch.y)
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
         rows = features.reset_statistics()
         print(f"epoch {epoch}: loss {losses[-1]:.3f}, {rows.hit_rate:.1%} of the rows from memory", flush=True)
-        if given.checkpoint:
-            save_model(model, str(given.checkpoint))
-    if given.picture:
+        if settings.checkpoint:
+            save_model(model, str(settings.checkpoint))
+    if settings.picture:
         from penstock.report import curves
 
-        curves(given.picture, {"training": losses}, title="sampled RGAT")
+        curves(settings.picture, {"training": losses}, title="sampled RGAT")
     with torch.no_grad():
         right = [
-            model(blocks_of(batch.sample, data.kinds, given.types), batch.x).argmax(1) == batch.y
+            model(blocks_of(batch.sample, data.kinds, settings.types), batch.x).argmax(1) == batch.y
             for batch in batches(test, shuffle=False)
         ]
     print(f"test accuracy: {torch.cat(right).float().mean():.1%}")

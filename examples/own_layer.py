@@ -85,17 +85,17 @@ def main() -> None:
     options.add_argument("--epochs", type=int, default=60)
     options.add_argument("--checkpoint", type=Path, help="where the parameters are written (safetensors)")
     options.add_argument("--picture", type=Path, help="where the losses are drawn (png)")
-    given = options.parse_args()
+    settings = options.parse_args()
 
-    graph, features, classes = made_up(given.nodes, num_types=6, num_classes=5)
-    train, test = torch.arange(given.nodes) % 5 > 0, torch.arange(given.nodes) % 5 == 0
+    graph, features, classes = made_up(settings.nodes, num_types=6, num_classes=5)
+    train, test = torch.arange(settings.nodes) % 5 > 0, torch.arange(settings.nodes) % 5 == 0
     losses = dict[str, list[float]]()
     for name, call in (("compiled", gated), ("plain PyTorch", gated_plainly)):
         torch.manual_seed(0)
         model = Classifier(24, 16, graph.num_edge_types, 5)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
         losses[name], start_s = [], time.perf_counter()
-        for _ in track(range(given.epochs), description=name):
+        for _ in track(range(settings.epochs), description=name):
             optimizer.zero_grad()
             loss = functional.cross_entropy(model(graph, features, call)[train], classes[train])
             loss.backward()
@@ -105,14 +105,14 @@ def main() -> None:
         with torch.no_grad():
             right = (model(graph, features, call)[test].argmax(1) == classes[test]).float().mean()
         print(f"{name}: {taken_s:.1f} s, loss {losses[name][-1]:.4f}, test accuracy: {right:.1%}")
-        if given.checkpoint and name == "compiled":
-            save_model(model, str(given.checkpoint))
-    apart = max(abs(one - other) for one, other in zip(*losses.values(), strict=True))
+        if settings.checkpoint and name == "compiled":
+            save_model(model, str(settings.checkpoint))
+    apart = max(abs(loss - other) for loss, other in zip(*losses.values(), strict=True))
     print(f"losses apart by {apart:.1e} at most")
-    if given.picture:
+    if settings.picture:
         from penstock.report import curves
 
-        curves(given.picture, losses, title="a gated layer of one's own")
+        curves(settings.picture, losses, title="a gated layer of one's own")
 
 
 if __name__ == "__main__":

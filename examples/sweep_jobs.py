@@ -17,7 +17,7 @@ def make_job(lr: float, batch: int, width: int = 32, steps: int = 5) -> Job:
     def batches():
         begins = torch.randint(VOCABULARY, (16, batch, 1), generator=torch.Generator().manual_seed(0))
         tokens = (begins + torch.arange(LENGTH + 1)) % VOCABULARY
-        return [(one[:, :-1], one[:, 1:]) for one in tokens]  # gone through again in each epoch
+        return [(token[:, :-1], token[:, 1:]) for token in tokens]  # gone through again in each epoch
 
     return Job(
         name="gpt",  # the command line appends the parameters, since all have this name

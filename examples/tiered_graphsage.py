@@ -101,23 +101,23 @@ def main() -> None:
     options.add_argument("--disk", type=Path, default=Path("."), help="a directory on an SSD")
     options.add_argument("--checkpoint", type=Path, help="where the parameters are written (safetensors)")
     options.add_argument("--picture", type=Path, help="where the loss is drawn (png)")
-    given = options.parse_args()
+    settings = options.parse_args()
 
     torch.manual_seed(0)
-    graph, classes = made_up_graph(given.nodes, given.edges, given.classes, given.skew)
-    path = given.disk / f"features-{given.nodes}-{given.width}-{given.classes}.rows"
-    made_up_features(path, classes, given.width)
-    train, test = torch.randperm(given.nodes)[: given.seeds * 5 // 4].split([given.seeds, given.seeds // 4])
-    scores = unified.expected_accesses(graph, train, given.fanouts, batch_size=given.batch)
-    host = None if given.host == "all" else given.host
+    graph, classes = made_up_graph(settings.nodes, settings.edges, settings.classes, settings.skew)
+    path = settings.disk / f"features-{settings.nodes}-{settings.width}-{settings.classes}.rows"
+    made_up_features(path, classes, settings.width)
+    train, test = torch.randperm(settings.nodes)[: settings.seeds * 5 // 4].split([settings.seeds, settings.seeds // 4])
+    scores = unified.expected_accesses(graph, train, settings.fanouts, batch_size=settings.batch)
+    host = None if settings.host == "all" else settings.host
     with unified.TieredFeatures(path, host=host, scores=scores) as features:
         print(f"{graph}, features {tuple(features.shape)}\n{features.plan.explain()}", flush=True)
-        sampler = unified.NeighborSampler(graph, given.fanouts)
-        loader = unified.Loader(sampler, features, train, batch_size=given.batch, labels=classes)
-        model = GraphSAGE(given.width, given.hidden, given.classes)
+        sampler = unified.NeighborSampler(graph, settings.fanouts)
+        loader = unified.Loader(sampler, features, train, batch_size=settings.batch, labels=classes)
+        model = GraphSAGE(settings.width, settings.hidden, settings.classes)
         optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, weight_decay=1e-3)
         losses = list[float]()
-        for epoch in range(1, given.epochs + 1):
+        for epoch in range(1, settings.epochs + 1):
             features.reset_statistics()
             loader.reset_statistics()
             start_s = time.perf_counter()
@@ -129,13 +129,13 @@ def main() -> None:
                 f"{rows.disk_rows / max(rows.disk_s, 1e-9):,.0f} rows/s from the disk",
                 flush=True,
             )
-            if given.checkpoint:
-                save_model(model, str(given.checkpoint))
-        if given.picture:
+            if settings.checkpoint:
+                save_model(model, str(settings.checkpoint))
+        if settings.picture:
             from penstock.report import curves
 
-            curves(given.picture, {"training": losses}, title="GraphSAGE over tiered features")
-        tested = unified.Loader(sampler, features, test, batch_size=given.batch, labels=classes, shuffle=False)
+            curves(settings.picture, {"training": losses}, title="GraphSAGE over tiered features")
+        tested = unified.Loader(sampler, features, test, batch_size=settings.batch, labels=classes, shuffle=False)
         with torch.no_grad():
             right = [model(batch.sample, batch.x).argmax(1) == batch.y for batch in tested]
     print(f"test accuracy: {torch.cat(right).float().mean():.1%}")

@@ -42,7 +42,7 @@ def calling(annotation, **least):
         (Sequence[float], [[1, 2.5], range(3), (math.nan,) * 0]),
         (Mapping[str, Sequence[tuple[float, int]]], [{}, {"a": [(0.5, 1), (1, 2)]}]),
         (tiers.DiskSpec, ["/a", Path("/a"), ["/a", Path("/b")], {"/a": "1MiB", Path("/b"): None}, None]),
-        (Iterable[fleet.Job], [[], (), (one for one in ())]),
+        (Iterable[fleet.Job], [[], (), (nobody for nobody in ())]),
         (nn.Module, [nn.Linear(1, 1)]),
         (torch.Tensor, [torch.ones(1), nn.Parameter(torch.ones(1))]),
         (torch.device | str, ["cpu", torch.device("cpu")]),
@@ -115,8 +115,8 @@ def test_methods_keywords_and_signatures_stay():
         def __init__(self, size: int, *rest: int, name: str = "a", **others: int):
             self.size, self.rest, self.name, self.others = size, rest, name, others
 
-    one = Thing(1, 2, 3, name="b", other=4)
-    assert (one.size, one.rest, one.name, one.others) == (1, (2, 3), "b", {"other": 4})
+    thing = Thing(1, 2, 3, name="b", other=4)
+    assert (thing.size, thing.rest, thing.name, thing.others) == (1, (2, 3), "b", {"other": 4})
     assert list(inspect.signature(Thing).parameters) == ["size", "rest", "name", "others"]
     with pytest.raises(TypeError, match="`name` must be text"):
         Thing(1, name=2)

@@ -82,7 +82,7 @@ def test_remat_benchmark(tmp_path):
     assert equal
     assert all(row.value for row in equal)
     kept = [row.value for row in rows if row.metric.startswith("measured over budget")]
-    assert all(0 < one <= 1.01 for one in kept)
+    assert all(0 < ratio <= 1.01 for ratio in kept)
     assert json.loads(file.read_text())["rows"]
 
 

@@ -18,8 +18,8 @@ ERRORS = {
 @pytest.mark.parametrize("name", ERRORS)
 def test_advice_follows_the_error(name):
     error, advice = ERRORS[name]
-    made = unwritable("no checkpoint could be written to /runs/1", error, "the last one is untouched")
-    assert str(error) in str(made) and advice in str(made)
-    assert str(made).startswith("no checkpoint could be written to /runs/1: ")
-    assert str(made).endswith("; the last one is untouched")
-    assert [one for one in {text for _, text in ERRORS.values()} if one in str(made)] == [advice]
+    refusal = unwritable("no checkpoint could be written to /runs/1", error, "the last one is untouched")
+    assert str(error) in str(refusal) and advice in str(refusal)
+    assert str(refusal).startswith("no checkpoint could be written to /runs/1: ")
+    assert str(refusal).endswith("; the last one is untouched")
+    assert [advice for advice in {text for _, text in ERRORS.values()} if advice in str(refusal)] == [advice]

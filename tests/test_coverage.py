@@ -47,15 +47,15 @@ def test_architectures_train_through_a_door_as_plainly(name, door, tmp_path):
 
 
 def test_what_differs_is_told_from_what_is_close():
-    one = coverage_case.Training(losses=[np.float32(2.0)], gradients=[[np.ones(3)]], state={"a": np.zeros(2)})
+    trained = coverage_case.Training(losses=[np.float32(2.0)], gradients=[[np.ones(3)]], state={"a": np.zeros(2)})
     same = coverage_case.Training(losses=[np.float32(2.0)], gradients=[[np.ones(3)]], state={"a": np.zeros(2)})
-    assert coverage_case.difference(one, same) is None
+    assert coverage_case.difference(trained, same) is None
     same.state["a"] = -np.zeros(2)  # equal numbers, other bits
-    assert coverage_case.difference(one, same) == 0.0
+    assert coverage_case.difference(trained, same) == 0.0
     same.gradients[0][0] = np.array([1.0, 1.0, 1.5])
-    assert coverage_case.difference(one, same) == 0.5
+    assert coverage_case.difference(trained, same) == 0.5
     same.state["b"] = np.zeros(2)
-    assert coverage_case.difference(one, same) == float("inf")
+    assert coverage_case.difference(trained, same) == float("inf")
 
 
 def test_verdicts_on_errors():
@@ -93,7 +93,7 @@ def test_cases_run_in_processes_and_are_found_again(tmp_path, capsys):
     assert row["verdict"] == "equal"
     content = json.loads(file.read_text())
     assert content["cases"] == [row]
-    counts = {one["metric"]: one["value"] for one in content["rows"]}
+    counts = {row["metric"]: row["value"] for row in content["rows"]}
     assert (counts["equal"], counts["not equal"], counts["budgets tried"]) == (1, 0, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["coverage.json"]
     capsys.readouterr()

@@ -7,10 +7,12 @@ import signal
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from penstock.directio import BLOCK_BYTES, SpillFile
+from penstock import directio
+from penstock.directio import BLOCK_BYTES, SpillFile, memory_file_system
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -205,3 +207,53 @@ def test_a_file_that_is_forgotten_gives_its_space_back(tmp_path, collected):
     if left == inode:
         os.close(descriptor)
     assert left != inode, "the descriptor, and with it the disk space, outlived its file"
+
+
+SHARED = "/dev/shm"
+needs_shared = pytest.mark.skipif(not Path(SHARED).is_dir(), reason="no /dev/shm on this machine")
+
+
+@needs_shared
+def test_memory_is_told_from_a_disk(tmp_path):
+    assert memory_file_system(SHARED) == "tmpfs"
+    assert memory_file_system(tmp_path) == ""
+    assert memory_file_system(tmp_path / "missing") == ""
+
+
+@needs_shared
+@pytest.mark.parametrize(
+    "number, kind", [(0x01021994, "tmpfs"), (0x858458F6, "ramfs"), (0x958458F6, "hugetlbfs"), (0xEF53, ""), (0, "")]
+)
+def test_kinds_are_known_by_the_kernels_numbers(monkeypatch, tmp_path, number, kind):
+    monkeypatch.setattr(directio, "_file_system_number", lambda _: number)
+    assert memory_file_system(tmp_path) == kind
+
+
+@needs_shared
+@pytest.mark.parametrize("upper, kind", [(SHARED, "tmpfs"), (None, ""), ("/not/reachable/from/here", "")])
+def test_an_overlay_is_what_takes_its_writes(monkeypatch, tmp_path, upper, kind):
+    told = directio._file_system_number
+    monkeypatch.setattr(
+        directio, "_file_system_number", lambda path: directio._OVERLAY if path == tmp_path else told(path)
+    )
+    monkeypatch.setattr(directio, "_upper_directory", lambda _: upper)
+    assert memory_file_system(tmp_path) == kind
+
+
+@needs_shared
+def test_the_upper_directory_is_read_from_the_mounts(monkeypatch):
+    lines = (
+        "27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw\n"
+        "40 27 0:33 / /mnt rw shared:2 master:1 - overlay overlay rw,lowerdir=/a:/b,upperdir=/c=d/upper,workdir=/w\n"
+    )
+    monkeypatch.setattr(Path, "read_text", lambda _: lines)
+    assert directio._upper_directory(os.makedev(0, 33)) == "/c=d/upper"
+    assert directio._upper_directory(os.makedev(254, 0)) is None
+    assert directio._upper_directory(os.makedev(9, 9)) is None
+
+
+@needs_shared
+def test_a_file_in_memory_is_no_direct_io():
+    spill = SpillFile(SHARED)
+    assert (spill.memory_kind, spill.is_direct) == ("tmpfs", False)
+    spill.close()

@@ -160,8 +160,8 @@ def test_ten_lines_keep_a_budget_that_plain_training_exceeds(number, run_alone):
     block = TEN_LINES[number]
     (text,) = re.findall(r'budget="(.*?)"', block)
     kept, free = (
-        int(run_alone(told_after(one, "less.summary().peak_bytes")).split()[-1])
-        for one in (block, block.replace(f'"{text}"', '"64GiB", policy=lambda saved: False'))
+        int(run_alone(told_after(source, "less.summary().peak_bytes")).split()[-1])
+        for source in (block, block.replace(f'"{text}"', '"64GiB", policy=lambda saved: False'))
     )
     assert 0 < kept <= parse_bytes(text) < free
 
@@ -188,7 +188,7 @@ def texts_in_source():
     for file in sorted(Path(errors.__file__).parent.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.JoinedStr):
-                yield "".join(one.value if isinstance(one, ast.Constant) else "..." for one in node.values)
+                yield "".join(value.value if isinstance(value, ast.Constant) else "..." for value in node.values)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield node.value
 
@@ -214,9 +214,9 @@ def test_every_error_and_warning_has_an_entry(name):
 
 def test_table_of_results_is_what_the_files_say(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    made = importlib.import_module("results_table")
+    results_table = importlib.import_module("results_table")
     page = (ROOT / "docs" / "benchmarks.md").read_text()
-    for table in (made.table(), made.misuse_table()):
+    for table in (results_table.table(), results_table.misuse_table()):
         assert table in page, "run: python docs/results_table.py"
 
 
@@ -232,5 +232,5 @@ def test_rooms_have_one_shape(room):
     page = (ROOT / "docs" / "rooms" / f"{room}.md").read_text()
     headings = re.findall(r"^## (.+)$", page, re.MULTILINE)
     shape = ["When", "When not", "How it works", "Limits", "API"]
-    assert [one for one in headings if one in shape] == shape
+    assert [heading for heading in headings if heading in shape] == shape
     assert f"(../../src/penstock/{room}/__init__.py)" in page.partition("## API")[2]

@@ -65,7 +65,7 @@ def test_example_with_data_runs(name):
 @pytest.mark.parametrize("name", MADE_UP)
 def test_example_with_made_up_data_learns(name, tmp_path):
     files = ["--picture", str(tmp_path / "curve.png"), "--checkpoint", str(tmp_path / "weights.safetensors")]
-    options = [one.format(folder=tmp_path) for one in MADE_UP[name]]
+    options = [option.format(folder=tmp_path) for option in MADE_UP[name]]
     command = [sys.executable, str(FOLDER / name), *options, *files]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

@@ -18,12 +18,11 @@ import torch
 from penstock import fleet, remat, report, unified
 from penstock.cli._sweep import read_sweep
 from penstock.errors import CheckpointError, FeatureFileError, FleetStateError, PenstockError
-from penstock.files import check_is_file, parse_json, read_json, read_text
 from penstock.fleet import FleetState, JobState
 from penstock.links import DEVICE, DISK, Link
 from penstock.native import _build, compile_source, keep_source
 from penstock.probe import LaneBandwidth, _bandwidth, bandwidths, ledger
-from penstock.relational import RelationalGraph, read_id_file, read_ntriples
+from penstock.relational import read_id_file, read_ntriples
 from penstock.remat import _swap
 from penstock.tiers import Budget, Gate, waterfall_for
 
@@ -42,31 +41,6 @@ def test_the_campaign_in_short(tmp_path):
     assert done.returncode == 0, done.stdout[-3000:]
     rows = {row["metric"]: row["value"] for row in content["rows"] if row["name"] == "fuzz"}
     assert rows["cases"] >= 150
-
-
-def test_what_is_no_file_is_not_waited_for(tmp_path):
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    readers = (
-        check_is_file, read_text, read_json, remat.RematProblem.load, RelationalGraph.load, read_ntriples, read_id_file,
-        unified.from_file, unified.TieredFeatures, unified.check, read_sweep,
-    )  # fmt: skip
-    for reader in readers:
-        with pytest.raises(ValueError, match="pipe must be a file, not a pipe, a socket or a device"):
-            reader(pipe)
-    for reader in readers:
-        with pytest.raises(IsADirectoryError, match=str(tmp_path)):
-            reader(tmp_path)
-
-
-@pytest.mark.parametrize("raw", [b"\xff\xfe{}", b"[" * 100_000, b"9" * 5000, b"", b"{'a': 1}"])
-def test_text_that_is_no_json(tmp_path, raw):
-    path = tmp_path / "x.json"
-    path.write_bytes(raw)
-    with pytest.raises(ValueError, match=r"x\.json") as caught:
-        read_json(path)
-    assert type(caught.value) is ValueError
-    assert parse_json("[1]", "nothing") == [1]
 
 
 def problem():
@@ -131,7 +105,7 @@ def test_a_problem_that_no_step_can_be(tmp_path, keys, change):
         ), "more than 1,000,000 values"),
         ("job: a.py:b\nparameters: {x: [" + "9" * 5000 + "]}", "line 2: a number of 5000 digits"),
         ("a: " + "{b: " * 3000, "nested too deeply"),
-        ("job: a.py:b\nparameters:\n" + "".join(f"  p{at}: [1, 2, 3, 4]\n" for at in range(30)),
+        ("job: a.py:b\nparameters:\n" + "".join(f"  p{index}: [1, 2, 3, 4]\n" for index in range(30)),
          "line 2, parameters: 1,152,"),
         ("job: a.py:b\nsearch: random\nnum_jobs: 1000000000000\nparameters: {x: {low: 0, high: 1}}", "num_jobs"),
         ("job: !!python/object/apply:os.system ['false']", "python/object/apply:os.system is not read here"),
@@ -216,12 +190,12 @@ def test_a_changed_bit_or_a_missing_file_of_a_checkpoint_is_told(tmp_path, name)
     raw = bytearray(file.read_bytes())
     raw[-3] ^= 1
     file.write_bytes(raw)
-    found = train(tmp_path / "run", 8)
-    assert found.state is JobState.FAILED
-    assert found.error.startswith("penstock.errors.CheckpointError") and str(checkpoint) in found.error
+    result = train(tmp_path / "run", 8)
+    assert result.state is JobState.FAILED
+    assert result.error.startswith("penstock.errors.CheckpointError") and str(checkpoint) in result.error
     if name.startswith("tensors"):
         with pytest.raises(CheckpointError, match="differs from what was written"):
-            found.model()
+            result.model()
     if name.startswith(("tensors", "optimizer")):
         shutil.copytree(tmp_path / "run", tmp_path / "again")
         (tmp_path / "again" / file.relative_to(tmp_path / "run")).unlink()
@@ -241,8 +215,8 @@ def test_metrics_that_were_damaged_do_not_end_a_job(tmp_path):
     half_way(tmp_path / "run")
     metrics = tmp_path / "run" / "jobs" / "job" / "metrics.jsonl"
     metrics.write_bytes(b"\xff\xfe\n[1]\n" + b"[" * 100_000 + b"\n" + metrics.read_bytes())
-    found = train(tmp_path / "run", 8)
-    assert found.state is JobState.DONE
+    result = train(tmp_path / "run", 8)
+    assert result.state is JobState.DONE
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(1, 9))
 
 
@@ -277,7 +251,7 @@ def test_commands_that_cannot_be_read_are_answered(tmp_path):
         database.execute("UPDATE commands SET arguments = '[1' WHERE id = ?", (bad,))
         database.execute("UPDATE fleet SET value = 'soon' WHERE key = 'alive_s'")
     database.close()
-    assert [one.id for one in state.commands()] == [good]
+    assert [command.id for command in state.commands()] == [good]
     assert "cannot be read" in state.answer_to(bad, 0.0)
     assert not state.is_alive
     with pytest.raises(FleetStateError, match="no longer has command 99"):
@@ -287,24 +261,26 @@ def test_commands_that_cannot_be_read_are_answered(tmp_path):
 def test_pictures_leave_damaged_lines_out(tmp_path):
     unit = {"device": 0, "job": "a", "shard": 0, "kind": "forward", "start_s": 1.0, "end_s": 2.0, "stall_s": 0.0}
     odd = [17, [], {}, {**unit, "end_s": float("nan")}, {**unit, "start_s": "x"}, {**unit, "device": None}]
-    lines = [json.dumps(one).encode() for one in odd]
+    lines = [json.dumps(value).encode() for value in odd]
     (tmp_path / "units.jsonl").write_bytes(b"\n".join([*lines, b"\xff\xfe", b"[" * 100_000]))
     (tmp_path / "jobs" / "a").mkdir(parents=True)
-    metrics = [json.dumps(one) for one in (17, {"loss": None}, {"loss": float("inf")}, {"loss": 1.0}, {"loss": 0.5})]
+    metrics = [
+        json.dumps(metrics) for metrics in (17, {"loss": None}, {"loss": float("inf")}, {"loss": 1.0}, {"loss": 0.5})
+    ]
     (tmp_path / "jobs" / "a" / "metrics.jsonl").write_text("\n".join(metrics))
     with pytest.raises(PenstockError, match="no units"):
         report.draw_fleet(tmp_path)
     (tmp_path / "units.jsonl").write_bytes(b"\n".join([*lines, json.dumps(unit).encode()]))
     trace = json.loads(report.draw_fleet(tmp_path)[2].read_text())
-    assert sum(one.get("ph") == "X" for one in trace["traceEvents"]) == 1
+    assert sum(event.get("ph") == "X" for event in trace["traceEvents"]) == 1
 
 
 @pytest.mark.usefixtures("empty_cache")
 @pytest.mark.parametrize("rate", [float("nan"), float("inf"), 0.0, -1.0, 10])
 def test_rates_that_no_disk_has_are_measured_again(tmp_path, monkeypatch, rate):
     lanes = tuple(
-        LaneBandwidth(lane=one, bandwidth_bytes_per_s=1e9, is_direct=True, measured_s=9e9)
-        for one in ("device->disk", "disk->device")
+        LaneBandwidth(lane=lane, bandwidth_bytes_per_s=1e9, is_direct=True, measured_s=9e9)
+        for lane in ("device->disk", "disk->device")
     )
     monkeypatch.setattr(_bandwidth, "_disk_lanes", lambda *_: lanes)
     monkeypatch.setattr(_bandwidth, "_links_of_disk", lambda: {Link(DEVICE, DISK), Link(DISK, DEVICE)})
@@ -342,14 +318,14 @@ def test_a_damaged_library_is_compiled_again(tmp_path, monkeypatch):
 
 def test_a_fleet_whose_folder_goes_puts_the_process_back(tmp_path):
     before = sys.getswitchinterval(), torch.get_num_threads()
-    made = fleet.Fleet(
+    running = fleet.Fleet(
         [fleet.Device(name="cpu", threads=1)], "64MB", host="64MB", run_dir=tmp_path / "run", progress=None
     )
-    made.__enter__()
+    running.__enter__()
     torch.set_num_threads(before[1] + 1)
     shutil.rmtree(tmp_path / "run")
     with pytest.raises(FleetStateError):
-        made.__exit__(None, None, None)
+        running.__exit__(None, None, None)
     assert (sys.getswitchinterval(), torch.get_num_threads()) == before
 
 
@@ -360,11 +336,11 @@ def test_the_budget_that_a_refusal_names_has_room():
     assert refused.state is JobState.FAILED
     size = int(re.search(r"`budget` must be at least (\d+)", refused.error)[1])
     for _ in range(3):  # a pilot run may find more than parameters take
-        found = fleet.run([job()], [device], size, host="64MB", progress=None)["job"]
-        if found.state is JobState.DONE:
+        result = fleet.run([job()], [device], size, host="64MB", progress=None)["job"]
+        if result.state is JobState.DONE:
             return
-        size = int(re.search(r"`budget` must be at least (\d+)", found.error)[1])
-    pytest.fail(found.error)
+        size = int(re.search(r"`budget` must be at least (\d+)", result.error)[1])
+    pytest.fail(result.error)
 
 
 def test_a_handle_that_outlives_its_tiers_gives_back_what_it_holds(tmp_path):
@@ -392,7 +368,7 @@ def test_swaps_of_a_step_that_is_gone_end_their_lanes(tmp_path):
     assert torch.equal(_swap.fetch(ticket), torch.ones(200_000))  # a ticket keeps them
     del ticket
     gc.collect()
-    for thread in {*lanes, *(one for one in threading.enumerate() if one.name == "penstock closes swaps")}:
+    for thread in {*lanes, *(thread for thread in threading.enumerate() if thread.name == "penstock closes swaps")}:
         thread.join(600)
         assert not thread.is_alive()
     assert (ledger.held_bytes, budget.held_bytes(str(tmp_path))) == (held, 0)
@@ -400,11 +376,11 @@ def test_swaps_of_a_step_that_is_gone_end_their_lanes(tmp_path):
 
 def test_whoever_is_inside_the_gate_goes_through_again():
     """A planned step is traced beside a fleet, or inside of what a fleet computes."""
-    passed, one = [], Gate()
-    with one.computing(), one.tracing(), one.computing():
+    passed, gate = [], Gate()
+    with gate.computing(), gate.tracing(), gate.computing():
         pass
-    with one.tracing(), one.tracing():
-        other = threading.Thread(target=lambda: [passed.append(1) for _ in [one.computing().__enter__()]])
+    with gate.tracing(), gate.tracing():
+        other = threading.Thread(target=lambda: [passed.append(1) for _ in [gate.computing().__enter__()]])
         other.start()
         assert not passed
     other.join(600)

@@ -22,7 +22,7 @@ def test_every_phase_runs_on_the_simulated_device(tmp_path, phases, capsys):
     options = ["--device", "sim", "--quick", "--out", str(tmp_path), "--minutes", "20"]
     options += [part for phase in phases for part in ("--phase", str(phase))]
     rows = gpu.main(options)
-    wanted = {one.name for one in ITEMS if one.phase in phases and one.is_quick}
+    wanted = {item.name for item in ITEMS if item.phase in phases and item.is_quick}
     assert {row["item"] for row in rows if row.get("state") == "done"} == wanted, capsys.readouterr().out
     assert {row["item"] for row in rows if "ours" in row} == wanted
     assert json.loads((tmp_path / "gpu.json").read_text())["rows"] == rows
@@ -38,9 +38,9 @@ def test_every_phase_runs_on_the_simulated_device(tmp_path, phases, capsys):
 
 
 def test_all_phases_have_items():
-    assert {one.phase for one in ITEMS} == set(PHASES)
-    assert len({one.name for one in ITEMS}) == len(ITEMS)
-    assert all(any(one.is_quick for one in ITEMS if one.phase == phase) for phase in PHASES)
+    assert {item.phase for item in ITEMS} == set(PHASES)
+    assert len({item.name for item in ITEMS}) == len(ITEMS)
+    assert all(any(item.is_quick for item in ITEMS if item.phase == phase) for phase in PHASES)
 
 
 @pytest.mark.skipif("cuda" in kinds(), reason="there is a CUDA device here")

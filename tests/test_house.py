@@ -14,7 +14,7 @@ import penstock
 
 SOURCE = Path(penstock.__file__).parent
 LAYERS = {
-    "_version": 0, "errors": 0, "units": 0, "arguments": 0, "forks": 0,
+    "_deprecated": 0, "_version": 0, "errors": 0, "units": 0, "arguments": 0, "forks": 0,
     "devices": 1, "directio": 1, "files": 1, "links": 1, "machines": 1, "native": 1,
     "stepping": 1, "storages": 1,
     "checkpoints": 2, "probe": 2, "tensorfiles": 2,
@@ -28,9 +28,9 @@ LAYERS = {
 """Imports point to a lower number, or stay inside their room."""
 FILES = sorted(SOURCE.rglob("*.py"))
 MODULES = sorted(
-    one.name
-    for one in pkgutil.walk_packages([str(SOURCE)], "penstock.")
-    if not one.name.rpartition(".")[2].startswith("_")
+    module.name
+    for module in pkgutil.walk_packages([str(SOURCE)], "penstock.")
+    if not module.name.rpartition(".")[2].startswith("_")
 )
 
 
@@ -50,7 +50,9 @@ def imported(file):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "penstock")
 
 
-@pytest.mark.parametrize("file", [one for one in FILES if one.parent != SOURCE or one.name != "__init__.py"], ids=str)
+@pytest.mark.parametrize(
+    "file", [file for file in FILES if file.parent != SOURCE or file.name != "__init__.py"], ids=str
+)
 def test_imports_run_one_way(file):
     relative = file.relative_to(SOURCE)
     room = relative.parts[0].removesuffix(".py")
@@ -64,11 +66,11 @@ def test_nobody_imports_another_rooms_private_files(file):
     room = file.relative_to(SOURCE).parts[0].removesuffix(".py")
     for module in imported(file):
         parts = module.split(".")[1:]
-        private = [part for part in parts if part.startswith("_") and part != "_version"]
+        private = [part for part in parts if part.startswith("_") and part not in ("_deprecated", "_version")]
         assert not private or parts[0] == room, f"{file} imports {module}"
 
 
-@pytest.mark.parametrize("file", [one for one in FILES if one.name == "__init__.py"], ids=str)
+@pytest.mark.parametrize("file", [file for file in FILES if file.name == "__init__.py"], ids=str)
 def test_maps_are_short(file):
     assert len(file.read_text().splitlines()) <= 70
 
@@ -91,8 +93,8 @@ def docstrings(file):
 
 @pytest.mark.parametrize("file", FILES, ids=str)
 def test_docstrings_begin_with_a_verb_or_with_what_a_thing_is(file):
-    found = [(line, text) for line, text in docstrings(file) if isinstance(text, str)]
-    assert not [(line, text.split("\n")[0]) for line, text in found if text.split()[0] in RIDDLES]
+    documented = [(line, text) for line, text in docstrings(file) if isinstance(text, str)]
+    assert not [(line, text.split("\n")[0]) for line, text in documented if text.split()[0] in RIDDLES]
 
 
 PRIVATE = {
@@ -131,7 +133,7 @@ def private_names(file):
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             names = node.module.split(".")
         elif isinstance(node, ast.Import):
-            names = [part for one in node.names if one.name.startswith("torch.") for part in one.name.split(".")]
+            names = [part for alias in node.names if alias.name.startswith("torch.") for part in alias.name.split(".")]
         else:
             continue
         yield from (name for name in names if name.startswith("_") and not name.startswith("__"))
@@ -242,7 +244,10 @@ def test_dataclass_fields_are_documented(file):
     for node in ast.walk(ast.parse(file.read_text())):
         if not isinstance(node, ast.ClassDef) or node.name.startswith("_") or not node.decorator_list:
             continue
-        if not any("dataclass" in ast.unparse(one) and "frozen" in ast.unparse(one) for one in node.decorator_list):
+        if not any(
+            "dataclass" in ast.unparse(decorator) and "frozen" in ast.unparse(decorator)
+            for decorator in node.decorator_list
+        ):
             continue
         for field, following in zip(node.body, [*node.body[1:], None], strict=True):
             if isinstance(field, ast.AnnAssign):

@@ -6,14 +6,15 @@ import torch
 from penstock.machines import MACHINES, machine_named
 
 
-@pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda one: one.name)
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda machine: machine.name)
 def test_each_has_sources_and_rates_in_the_right_order(machine):
     assert len(machine.sources) >= 3
     assert machine.single_flops < machine.half_flops
     assert machine.write_bytes_per_s < machine.out_bytes_per_s < machine.memory_bytes_per_s
     assert machine.read_bytes_per_s < machine.in_bytes_per_s < machine.memory_bytes_per_s
     assert all(
-        slow <= fast for slow, fast in zip(*(machine.lane_rates(to_disk=one) for one in (True, False)), strict=True)
+        slow <= fast
+        for slow, fast in zip(*(machine.lane_rates(to_disk=to_disk) for to_disk in (True, False)), strict=True)
     )
 
 

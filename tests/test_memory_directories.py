@@ -1,4 +1,4 @@
-"""Directories whose files are main memory: told from disks, warned of, refused where they would free nothing."""
+"""Directories whose files are main memory: rooms warn of them, and refuse them where they would free nothing."""
 
 import os
 from contextlib import contextmanager
@@ -9,9 +9,8 @@ import torch
 from typer.testing import CliRunner
 
 import penstock
-from penstock import directio, fleet, offload, probe, remat, tiers, unified
+from penstock import fleet, offload, probe, remat, tiers, unified
 from penstock.cli import app
-from penstock.directio import SpillFile, memory_file_system
 from penstock.errors import TierDegradedWarning
 
 SHARED = "/dev/shm"
@@ -25,47 +24,6 @@ def warned():
     with pytest.warns(TierDegradedWarning, match=r"`disk` names main memory, not a disk: /dev/shm \(tmpfs\)") as caught:
         yield
     assert len(caught) == 1
-
-
-def test_memory_is_told_from_a_disk(tmp_path):
-    assert memory_file_system(SHARED) == "tmpfs"
-    assert memory_file_system(tmp_path) == ""
-    assert memory_file_system(tmp_path / "missing") == ""
-
-
-@pytest.mark.parametrize(
-    "number, kind", [(0x01021994, "tmpfs"), (0x858458F6, "ramfs"), (0x958458F6, "hugetlbfs"), (0xEF53, ""), (0, "")]
-)
-def test_kinds_are_known_by_the_kernels_numbers(monkeypatch, tmp_path, number, kind):
-    monkeypatch.setattr(directio, "_file_system_number", lambda _: number)
-    assert memory_file_system(tmp_path) == kind
-
-
-@pytest.mark.parametrize("upper, kind", [(SHARED, "tmpfs"), (None, ""), ("/not/reachable/from/here", "")])
-def test_an_overlay_is_what_takes_its_writes(monkeypatch, tmp_path, upper, kind):
-    told = directio._file_system_number
-    monkeypatch.setattr(
-        directio, "_file_system_number", lambda path: directio._OVERLAY if path == tmp_path else told(path)
-    )
-    monkeypatch.setattr(directio, "_upper_directory", lambda _: upper)
-    assert memory_file_system(tmp_path) == kind
-
-
-def test_the_upper_directory_is_read_from_the_mounts(monkeypatch):
-    lines = (
-        "27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw\n"
-        "40 27 0:33 / /mnt rw shared:2 master:1 - overlay overlay rw,lowerdir=/a:/b,upperdir=/c=d/upper,workdir=/w\n"
-    )
-    monkeypatch.setattr(Path, "read_text", lambda _: lines)
-    assert directio._upper_directory(os.makedev(0, 33)) == "/c=d/upper"
-    assert directio._upper_directory(os.makedev(254, 0)) is None
-    assert directio._upper_directory(os.makedev(9, 9)) is None
-
-
-def test_a_file_in_memory_is_no_direct_io():
-    spill = SpillFile(SHARED)
-    assert (spill.memory_kind, spill.is_direct) == ("tmpfs", False)
-    spill.close()
 
 
 def test_a_disk_tier_in_memory_warns_and_counts_as_held(tmp_path):

@@ -15,7 +15,7 @@ from penstock.offload._problem import in_flight_bytes
 from penstock.testing import GPT
 
 
-@pytest.mark.parametrize("setting", modelled.SSDTRAIN, ids=lambda one: one.name)
+@pytest.mark.parametrize("setting", modelled.SSDTRAIN, ids=lambda setting: setting.name)
 @pytest.mark.parametrize(
     "machine, to_disk", [("a100-40gb-optane", True), ("h200", False), ("rtx4090", False), ("gh200", False)]
 )
@@ -24,22 +24,22 @@ def test_defaults_reach_the_best_schedule_of_ssdtrains_settings(setting, machine
     ours, best = offload.plan(problem), modelled.best_schedule(problem)
     assert not ours.declined
     assert ours.stall_s <= 0.01 * problem.step_s
-    saved, most = (one.keep_all_peak_bytes - one.peak_bytes for one in (ours, best))
+    saved, most = (plan.keep_all_peak_bytes - plan.peak_bytes for plan in (ours, best))
     assert saved >= 0.95 * most
     few = offload.plan(setting.problem(MACHINES[machine], to_disk=to_disk, max_in_flight_bytes=128 * 2**20))
     assert few.keep_all_peak_bytes - few.peak_bytes < 0.2 * most  # a bound of that size would lose it
     offload.verify(problem, ours)
 
 
-@pytest.mark.parametrize("training", modelled.HYDRA, ids=lambda one: one.name)
+@pytest.mark.parametrize("training", modelled.HYDRA, ids=lambda training: training.name)
 @pytest.mark.parametrize("machine", ["a100", "rtx4090"])
 def test_the_default_scheduler_is_near_the_best_of_all(machine, training):
     problem = modelled.hydra_problem(MACHINES[machine], training)
-    taken_s = [fleet.simulate(problem, one, records=False).makespan_s for one in modelled._SCHEDULERS]
+    taken_s = [fleet.simulate(problem, scheduler, records=False).makespan_s for scheduler in modelled._SCHEDULERS]
     assert taken_s[0] <= min(taken_s) / 0.95
 
 
-@pytest.mark.parametrize("setting", modelled.HECTOR[1:3], ids=lambda one: one.name)
+@pytest.mark.parametrize("setting", modelled.HECTOR[1:3], ids=lambda setting: setting.name)
 def test_all_passes_are_near_the_best_choice_of_them(setting):
     """On AIFB, whose steps take microseconds, more kernels cost RGAT 7%."""
     graph = setting.graph()
@@ -47,8 +47,8 @@ def test_all_passes_are_near_the_best_choice_of_them(setting):
     for layer, tensors in layers.values():
         taken_s = []
         for chosen in itertools.product((True, False), repeat=3):
-            one = layer.with_options(**dict(zip(modelled._PASSES, chosen, strict=True)))
-            taken_s.append(modelled.relational_step_s(one, graph, tensors, MACHINES["h200"]))
+            alternative = layer.with_options(**dict(zip(modelled._PASSES, chosen, strict=True)))
+            taken_s.append(modelled.relational_step_s(alternative, graph, tensors, MACHINES["h200"]))
         assert taken_s[0] <= min(taken_s) / 0.95
         assert taken_s[0] < taken_s[-1] / 2.5
 
@@ -58,10 +58,10 @@ def test_costs_of_a_layer_need_no_bytes():
     graph = modelled.HECTOR[0].graph()
     layer, tensors = modelled.relational_layers(graph.num_nodes, graph.num_edges, graph.num_edge_types)["RGCN"]
     num_pairs = len((graph.edge_index[0] * graph.num_edge_types + graph.edge_type).unique())
-    assert sum(one.flops == 2 * 64 * 64 * num_pairs for one in layer.costs(graph, *tensors)) == 3
+    assert sum(cost.flops == 2 * 64 * 64 * num_pairs for cost in layer.costs(graph, *tensors)) == 3
     if native.can_compile():  # and what the layer runs by is left alone
-        given = [torch.zeros(one.shape, requires_grad=one.requires_grad) for one in tensors]
-        assert "operation by operation" not in layer.explain(graph, *given)
+        inputs = [torch.zeros(tensor.shape, requires_grad=tensor.requires_grad) for tensor in tensors]
+        assert "operation by operation" not in layer.explain(graph, *inputs)
 
 
 def test_a_modelled_cycle_saves_what_a_real_one_does(tmp_path):
@@ -71,12 +71,12 @@ def test_a_modelled_cycle_saves_what_a_real_one_does(tmp_path):
     with torch.device("meta"):
         model, batch = make(), torch.empty(1024, 256)
     problem = offload.modelled_cycle(model, lambda: model(batch).sum().backward(), MACHINES["h200"])
-    real, given = make(), torch.randn(1024, 256)
+    real, real_inputs = make(), torch.randn(1024, 256)
     with offload.activations(real, disk=tmp_path, min_saving=0, max_stall=1) as offloader:
-        real(given).sum().backward()
+        real(real_inputs).sum().backward()
     (lesson,) = offloader._learner._lessons.values()
     offloader.close()
-    assert [(one.size_bytes, one.label) for one in problem.storages] == list(lesson.signature)
+    assert [(storage.size_bytes, storage.label) for storage in problem.storages] == list(lesson.signature)
     assert problem.num_events == lesson.problem.num_events
     assert list(problem.event_times_s) == sorted(problem.event_times_s)
     assert problem.step_s >= problem.event_times_s[-1] > 0
@@ -89,7 +89,7 @@ def test_attention_is_a_fused_kernels():
     problem = offload.modelled_cycle(
         model, lambda: model(tokens, tokens).backward(), MACHINES["h200"], min_size_bytes=1
     )
-    assert max(one.size_bytes for one in problem.storages) < 8 * 4 * 1024 * 1024 * 4  # no matrix of all pairs
+    assert max(storage.size_bytes for storage in problem.storages) < 8 * 4 * 1024 * 1024 * 4  # no matrix of all pairs
 
 
 def test_a_model_with_bytes_is_refused():
@@ -105,7 +105,7 @@ def test_bytes_in_flight_suit_the_link_and_the_storages():
 
 
 def test_the_command_line_knows_every_machine():
-    assert [one.value for one in MachineName] == list(MACHINES)
+    assert [name.value for name in MachineName] == list(MACHINES)
 
 
 STEP = """
@@ -125,9 +125,9 @@ def make_step():
 
 @pytest.fixture
 def file(tmp_path):
-    made = tmp_path / "train.py"
-    made.write_text(STEP)
-    return made
+    script = tmp_path / "train.py"
+    script.write_text(STEP)
+    return script
 
 
 def test_a_plan_for_a_machine_that_is_not_here(file):
@@ -137,9 +137,9 @@ def test_a_plan_for_a_machine_that_is_not_here(file):
 
     fast, slow = (
         json.loads(
-            CliRunner().invoke(app, ["plan", f"{file}:make_step", "--machine", one, "--host", "8GiB", "--json"]).stdout
+            CliRunner().invoke(app, ["plan", f"{file}:make_step", "--machine", name, "--host", "8GiB", "--json"]).stdout
         )
-        for one in ("h200", "a100")
+        for name in ("h200", "a100")
     )
     assert (fast["machine"], slow["machine"]) == ("h200", "a100")
     assert fast["smallest_bytes"] == pytest.approx(slow["smallest_bytes"], rel=0.2)
@@ -158,14 +158,14 @@ def test_advice_for_a_machine_that_is_not_here(file):
     assert said["is_modelled"]
     assert (said["best"], said["budget_bytes"]) == ("plain", MACHINES["rtx4090"].memory_bytes)
     tight = json.loads(advise("--host", "8GiB", "--budget", str(int(0.7 * said["plain_peak_bytes"])), "--json").stdout)
-    assert {one["name"]: one["is_refused"] for one in tight["options"]} == {
+    assert {option["name"]: option["is_refused"] for option in tight["options"]} == {
         "plain": True, "remat (recompute)": False, "remat (hybrid)": False, "offload": False,
     }  # fmt: skip
-    assert all(one["ratio"] >= 1 for one in tight["options"] if not one["is_refused"])
+    assert all(option["ratio"] >= 1 for option in tight["options"] if not option["is_refused"])
     again = ["--machine", "rtx4090", "--method", "recompute", "--budget", str(tight["budget_bytes"]), "--json"]
     plans = json.loads(CliRunner().invoke(app, ["plan", f"{file}:make_step", *again]).stdout)["plans"]
-    plan = next(one for one in plans if one["budget_bytes"] == tight["budget_bytes"])
-    ratio = next(one["ratio"] for one in tight["options"] if one["name"] == "remat (recompute)")
+    plan = next(plan for plan in plans if plan["budget_bytes"] == tight["budget_bytes"])
+    ratio = next(option["ratio"] for option in tight["options"] if option["name"] == "remat (recompute)")
     assert ratio == pytest.approx(1 + plan["extra_s"] / plan["step_s"])
     shown = " ".join(advise("--host", "8GiB").stdout.split())
     assert "By the data sheet of NVIDIA GeForce RTX 4090" in shown

@@ -57,7 +57,7 @@ assert all(torch.equal(one, two) for one, two in zip(plain, offloaded))
 def run(*command, **options):
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     options.setdefault("env", environment)
-    done = subprocess.run([str(one) for one in command], capture_output=True, text=True, check=False, **options)
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False, **options)
     assert done.returncode == 0, f"{command}: {done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -79,7 +79,7 @@ def fresh(built, tmp_path_factory):
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
     (site,) = folder.glob("lib/python*/site-packages")
-    beside = [one for one in sys.path if PurePosixPath(one).name in ("site-packages", "dist-packages")]
+    beside = [folder for folder in sys.path if PurePosixPath(folder).name in ("site-packages", "dist-packages")]
     (site / "beside.pth").write_text("\n".join(beside) + "\n")
     run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--quiet", built[0])
     return python
@@ -152,8 +152,8 @@ def test_the_source_distribution_holds_what_tests_and_benchmarks_need(built):
 
 def test_metadata_is_complete(built):
     with zipfile.ZipFile(built[0]) as wheel:
-        (name,) = [one for one in wheel.namelist() if one.endswith("/METADATA")]
-        (points,) = [one for one in wheel.namelist() if one.endswith("/entry_points.txt")]
+        (name,) = [name for name in wheel.namelist() if name.endswith("/METADATA")]
+        (points,) = [name for name in wheel.namelist() if name.endswith("/entry_points.txt")]
         about = email.message_from_bytes(wheel.read(name), policy=email.policy.compat32)
         assert "penstock = penstock.cli:app" in wheel.read(points).decode()
         assert "penstock = penstock.remat._entry:compile_backend" in wheel.read(points).decode()
@@ -163,9 +163,9 @@ def test_metadata_is_complete(built):
     assert about["Description-Content-Type"] == "text/markdown"
     assert about.get_payload().strip() == (ROOT / "README.md").read_text().strip()
     assert about["Requires-Python"].replace(" ", "") in (">=3.11,<3.14", "<3.14,>=3.11")
-    assert {one.removeprefix("Programming Language :: Python :: ") for one in about.get_all("Classifier")} >= {
-        "3.11", "3.12", "3.13",
-    }  # fmt: skip
+    prefix = "Programming Language :: Python :: "
+    versions = {classifier.removeprefix(prefix) for classifier in about.get_all("Classifier")}
+    assert versions >= {"3.11", "3.12", "3.13"}
 
 
 def test_the_version_stands_in_one_file():
@@ -188,7 +188,10 @@ def test_the_installed_command_works(fresh, tmp_path):
     assert run(command, "--version", cwd=tmp_path).strip() == f"penstock {penstock.__version__}"
     report = json.loads(run(command, "probe", "--disk", tmp_path, "--json", cwd=tmp_path))
     assert report["environment"]["penstock"] == penstock.__version__
-    names = [one["name"] for one in json.loads(run(command, "bench", "--list", "--json", cwd=tmp_path))["benchmarks"]]
+    names = [
+        benchmark["name"]
+        for benchmark in json.loads(run(command, "bench", "--list", "--json", cwd=tmp_path))["benchmarks"]
+    ]
     assert names == ["step"]
 
 
@@ -243,10 +246,10 @@ def test_types_are_seen_by_users(fresh, tmp_path):
     (tmp_path / "right.py").write_text(USER)
     (tmp_path / "wrong.py").write_text(WRONG)
     check = [sys.executable, "-m", "mypy", "--python-executable", str(fresh), "right.py", "wrong.py"]
-    found = subprocess.run(check, cwd=tmp_path, capture_output=True, text=True, check=False).stdout
-    assert len(re.findall(r"wrong\.py:\d+: error: Incompatible types in assignment", found)) == 1
-    assert len(re.findall(r'wrong\.py:\d+: error: Argument 1 to "parse_bytes"', found)) == 1
-    assert "Found 2 errors in 1 file (checked 2 source files)" in found
+    output = subprocess.run(check, cwd=tmp_path, capture_output=True, text=True, check=False).stdout
+    assert len(re.findall(r"wrong\.py:\d+: error: Incompatible types in assignment", output)) == 1
+    assert len(re.findall(r'wrong\.py:\d+: error: Argument 1 to "parse_bytes"', output)) == 1
+    assert "Found 2 errors in 1 file (checked 2 source files)" in output
 
 
 # What an import costs, in modules

@@ -41,14 +41,14 @@ class References(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
-        found = dict(attrs)
-        self.ids += [found["id"]] if "id" in found else []
-        if tag in ("script", "img", "iframe", "source", "video", "audio", "embed") and found.get("src"):
-            self.loaded.append(found["src"])
-        if tag == "link" and "href" in found:
-            self.loaded.append(found["href"])
-        if tag == "a" and "md-nav__link" in (found.get("class") or ""):
-            self.links.append(found.get("href") or "")
+        attributes = dict(attrs)
+        self.ids += [attributes["id"]] if "id" in attributes else []
+        if tag in ("script", "img", "iframe", "source", "video", "audio", "embed") and attributes.get("src"):
+            self.loaded.append(attributes["src"])
+        if tag == "link" and "href" in attributes:
+            self.loaded.append(attributes["href"])
+        if tag == "a" and "md-nav__link" in (attributes.get("class") or ""):
+            self.links.append(attributes.get("href") or "")
 
 
 def html_pages(site):
@@ -71,7 +71,7 @@ def test_nothing_is_loaded_from_elsewhere(site):
     for page in html_pages(site):
         loaded = References(page.read_text()).loaded
         assert loaded
-        assert [one for one in loaded if re.match(r"(https?:)?//", one)] == [], page
+        assert [address for address in loaded if re.match(r"(https?:)?//", address)] == [], page
     for sheet in site.rglob("*.css"):
         outside = re.findall(r"(?:url\(|@import)\s*[\"']?((?:https?:)?//[^\"')]+)", sheet.read_text())
         assert outside == [], sheet

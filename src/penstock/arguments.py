@@ -26,11 +26,12 @@ _MOST_ELEMENTS = 1000
 """The most elements of a long list that are checked."""
 _LARGEST = 2**63 - 1
 _ANYTHING = ("anything",)
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _MOST_SHOWN = 60
 """The most characters of a value in a message."""
 
 
-class Kind(NamedTuple):
+class AdmittedValues(NamedTuple):
     """The values that an annotation admits."""
 
     exact: frozenset[type]
@@ -51,17 +52,19 @@ def checked(example: str, **least: float) -> Callable[[_Function], _Function]:
 
     def decorated(function: _Function) -> _Function:
         parameters = list(inspect.signature(function).parameters.values())
-        names = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-        kinds: dict[str, Kind] = {}  # filled at the first call, since names in annotations may not exist before
+        names = [parameter.name for parameter in parameters if parameter.kind in _POSITIONAL]
+        # filled at the first call, since names in annotations may not exist before
+        admitted: dict[str, AdmittedValues] = {}
 
         @functools.wraps(function)
         def call(*arguments: Any, **keywords: Any) -> Any:  # any: the function's own
-            if not kinds:
-                kinds.update(_kinds_of(function))
+            if not admitted:
+                admitted.update(_admitted_by_name(function))
             for name, value in chain(zip(names, arguments, strict=False), keywords.items()):
-                kind = kinds.get(name)
-                if kind is not None and (name in least or type(value) is int or type(value) not in kind.exact):
-                    _check(name, value, kind, least.get(name), example)
+                values = admitted.get(name)
+                # an int of the right type may still have too many bits
+                if values is not None and (name in least or type(value) is int or type(value) not in values.exact):
+                    _check(name, value, values, least.get(name), example)
             return function(*arguments, **keywords)
 
         return typing.cast("_Function", call)
@@ -102,14 +105,14 @@ def warn_renamed(old: str, new: str, *, stacklevel: int = 2) -> None:
 
 def check_fields(thing: Any, example: str, **least: float) -> None:  # any: a dataclass
     """Check the fields of a dataclass, from its ``__post_init__``. Raises what a function that is `checked` raises."""
-    kinds = _FIELDS.get(type(thing))
-    if kinds is None:
-        names, hints = [one.name for one in fields(thing)], _kinds_of(type(thing))
-        kinds = _FIELDS[type(thing)] = {name: hints[name] for name in names}
-    for name, kind in kinds.items():
+    admitted = _FIELDS.get(type(thing))
+    if admitted is None:
+        by_name = _admitted_by_name(type(thing))
+        admitted = _FIELDS[type(thing)] = {field.name: by_name[field.name] for field in fields(thing)}
+    for name, values in admitted.items():
         value = getattr(thing, name)
-        if name in least or type(value) is int or type(value) not in kind.exact:
-            _check(name, value, kind, least.get(name), example)
+        if name in least or type(value) is int or type(value) not in values.exact:
+            _check(name, value, values, least.get(name), example)
 
 
 def must_be(name: str, words: str, value: object, example: str) -> TypeError:
@@ -117,15 +120,15 @@ def must_be(name: str, words: str, value: object, example: str) -> TypeError:
     return TypeError(f"`{name}` must be {words}, got {_shown(value)}: {example}")
 
 
-def _check(name: str, value: Any, kind: Kind, least: float | None, example: str) -> None:
-    if type(value) not in kind.exact and not kind.admits(value):
-        if isinstance(value, float) and math.isnan(value) and kind.admits(0.0):
+def _check(name: str, value: Any, admitted: AdmittedValues, least: float | None, example: str) -> None:
+    if type(value) not in admitted.exact and not admitted.admits(value):
+        if isinstance(value, float) and math.isnan(value) and admitted.admits(0.0):
             raise ValueError(f"`{name}` must be a number, got nan: {example}")
-        words = _joined(kind.words)
+        words = _joined(admitted.words)
         if isinstance(value, str) and "'" in words:
             raise ValueError(f"`{name}` must be {words}, got {value!r}: {example}")
         raise must_be(name, words, value, example)
-    if isinstance(value, int) and abs(value) > _LARGEST and kind.words != _ANYTHING:
+    if isinstance(value, int) and abs(value) > _LARGEST and admitted.words != _ANYTHING:
         raise ValueError(f"`{name}` must be a number of at most 63 bits, got {value}: {example}")
     if least is not None and isinstance(value, int | float) and value < least:
         raise ValueError(f"`{name}` must be at least {least:g}, got {value!r}: {example}")
@@ -145,49 +148,51 @@ def _shown(value: object) -> str:
     return f"{text if len(text) <= _MOST_SHOWN else f'{text[:_MOST_SHOWN]}...'} ({kind.__name__})"
 
 
-_FIELDS: dict[type, Mapping[str, Kind]] = {}
-"""Kinds of the fields of dataclasses that were checked before."""
+_FIELDS: dict[type, Mapping[str, AdmittedValues]] = {}
+"""The values that fields admit, of dataclasses that were checked before."""
 
 
-def _kinds_of(function: Callable[..., Any]) -> Mapping[str, Kind]:
-    """Return the kinds by parameter, or by field of a dataclass."""
+def _admitted_by_name(function: Callable[..., Any]) -> Mapping[str, AdmittedValues]:
+    """Return what parameters, or fields of a dataclass, admit."""
     try:
         hints = typing.get_type_hints(function)
     except NameError:  # a library that is imported only for type checkers
         hints = _resolvable(function)
-    return {name: _kind(hint) for name, hint in hints.items() if name != "return"}
+    return {name: _admitted(hint) for name, hint in hints.items() if name != "return"}
 
 
 def _resolvable(function: Callable[..., Any]) -> dict[str, Any]:
     names = vars(inspect.getmodule(function))
-    found = {}
+    resolved = {}
     for name, hint in function.__annotations__.items():
         try:
-            found[name] = eval(hint, dict(names)) if isinstance(hint, str) else hint  # noqa: S307  # our own source
+            resolved[name] = eval(hint, dict(names)) if isinstance(hint, str) else hint  # noqa: S307  # our own source
         except NameError:
-            found[name] = Any
-    return found
+            resolved[name] = Any
+    return resolved
 
 
-def _kind(hint: Any) -> Kind:  # any: an annotation
+def _admitted(hint: Any) -> AdmittedValues:  # any: an annotation
     """Return what one annotation admits."""
     origin, parts = get_origin(hint), get_args(hint)
     if hint in (Any, object) or isinstance(hint, TypeVar | str):
-        return Kind(frozenset(), lambda _: True, _ANYTHING)
+        return AdmittedValues(frozenset(), lambda _: True, _ANYTHING)
     if origin in (Union, types.UnionType):
-        return _any_of([_kind(part) for part in _joined_mappings(parts)])
+        return _any_of([_admitted(part) for part in _joined_mappings(parts)])
     if origin is Literal:
         words = tuple(map(repr, parts))
-        return Kind(frozenset(), lambda value: any(type(value) is type(one) and value == one for one in parts), words)
+        return AdmittedValues(
+            frozenset(), lambda value: any(type(value) is type(word) and value == word for word in parts), words
+        )
     if hint in _PLAIN:
         return _PLAIN[hint]
     kind = origin or hint
     if kind is Callable:
-        return Kind(frozenset((types.FunctionType,)), callable, ("a function",))
+        return AdmittedValues(frozenset((types.FunctionType,)), callable, ("a function",))
     if kind is type:
-        return Kind(frozenset(), lambda value: isinstance(value, type), ("a class",))
+        return AdmittedValues(frozenset(), lambda value: isinstance(value, type), ("a class",))
     if kind is os.PathLike:
-        return Kind(frozenset(), lambda value: isinstance(value, os.PathLike), ("a path",))
+        return AdmittedValues(frozenset(), lambda value: isinstance(value, os.PathLike), ("a path",))
     if getattr(kind, "_is_protocol", False) and not issubclass(kind, Iterable):
         return _protocol(kind)
     return _container(kind, parts) if issubclass(kind, Iterable) and parts else _instance(kind)
@@ -199,15 +204,15 @@ def _joined_mappings(parts: tuple[Any, ...]) -> list[Any]:  # any: annotations
     if len(mappings) < 2:
         return list(parts)
     union: Any = Union  # any: types that are made here
-    keys, values = (union[tuple(one[place] for one in mappings)] for place in (0, 1))
+    keys, values = (union[tuple(mapping[place] for mapping in mappings)] for place in (0, 1))
     joined: Any = Mapping
     return [*(part for part in parts if get_origin(part) is not collections.abc.Mapping), joined[keys, values]]
 
 
-def _any_of(kinds: Sequence[Kind]) -> Kind:
-    exact = frozenset[type]().union(*(one.exact for one in kinds))
-    words = tuple(dict.fromkeys(word for one in kinds for word in one.words))
-    return Kind(exact, lambda value: any(one.admits(value) for one in kinds), words)
+def _any_of(parts: Sequence[AdmittedValues]) -> AdmittedValues:
+    exact = frozenset[type]().union(*(part.exact for part in parts))
+    words = tuple(dict.fromkeys(word for part in parts for word in part.words))
+    return AdmittedValues(exact, lambda value: any(part.admits(value) for part in parts), words)
 
 
 def _joined(words: Sequence[str]) -> str:
@@ -227,20 +232,20 @@ def _is_flag(value: Any) -> bool:
     return isinstance(value, bool) or type(value).__name__ == "bool" or (type(value) is int and value in (0, 1))
 
 
-_PLAIN: dict[Any, Kind] = {  # any: an annotation
-    type(None): Kind(frozenset((type(None),)), lambda value: value is None, ("None",)),
-    None: Kind(frozenset((type(None),)), lambda value: value is None, ("None",)),
-    bool: Kind(frozenset((bool,)), _is_flag, ("True or False",)),
-    int: Kind(frozenset((int,)), _is_int, ("an int",)),
-    float: Kind(frozenset((int,)), _is_number, ("a number",)),
-    str: Kind(frozenset((str,)), lambda value: isinstance(value, str), ("text",)),
+_PLAIN: dict[Any, AdmittedValues] = {  # any: an annotation
+    type(None): AdmittedValues(frozenset((type(None),)), lambda value: value is None, ("None",)),
+    None: AdmittedValues(frozenset((type(None),)), lambda value: value is None, ("None",)),
+    bool: AdmittedValues(frozenset((bool,)), _is_flag, ("True or False",)),
+    int: AdmittedValues(frozenset((int,)), _is_int, ("an int",)),
+    float: AdmittedValues(frozenset((int,)), _is_number, ("a number",)),  # a float may be NaN, so it is looked at
+    str: AdmittedValues(frozenset((str,)), lambda value: isinstance(value, str), ("text",)),
 }
 
 
-def _instance(kind: type) -> Kind:
+def _instance(kind: type) -> AdmittedValues:
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{_public_module(kind)}.{kind.__qualname__}"
     article = "an" if name[0] in "aeiou" else "a"
-    return Kind(frozenset((kind,)), lambda value: isinstance(value, kind), (f"{article} {name}",))
+    return AdmittedValues(frozenset((kind,)), lambda value: isinstance(value, kind), (f"{article} {name}",))
 
 
 def _public_module(kind: type) -> str:
@@ -250,30 +255,30 @@ def _public_module(kind: type) -> str:
     return ".".join(parts[:private]).removesuffix(".modules.module")
 
 
-def _protocol(kind: type) -> Kind:
-    names = [name for one in kind.__mro__ for name in vars(one) if not name.startswith("_")]
+def _protocol(kind: type) -> AdmittedValues:
+    names = [name for base in kind.__mro__ for name in vars(base) if not name.startswith("_")]
     words = f"an object with {_joined([f'{name}()' for name in names])}".replace(" or ", " and ")
 
     def admits(value: Any) -> bool:
         return not isinstance(value, type) and all(hasattr(value, name) for name in names)
 
-    return Kind(frozenset(), admits, (words,))
+    return AdmittedValues(frozenset(), admits, (words,))
 
 
-def _container(kind: type, parts: tuple[Any, ...]) -> Kind:  # any: annotations
+def _container(kind: type, parts: tuple[Any, ...]) -> AdmittedValues:  # any: annotations
     if issubclass(kind, Mapping):
-        key, inner = _kind(parts[0]), _kind(parts[1])
+        key, inner = _admitted(parts[0]), _admitted(parts[1])
         words = "a dict" if len(inner.words) > 1 or inner.words == _ANYTHING else f"a dict of {_many(inner.words[0])}"
-        return Kind(
+        return AdmittedValues(
             frozenset(),
             lambda value: isinstance(value, kind) and _all(key, value) and _all(inner, value.values()),
             (words,),
         )
     if kind is tuple and parts[-1] is not Ellipsis:
-        kinds = [_kind(part) for part in parts]
-        words = f"a tuple ({', '.join(_joined(one.words) for one in kinds)})"
-        return Kind(frozenset(), lambda value: _is_record(value, kinds), (words,))
-    inner = _kind(parts[0])
+        elements = [_admitted(part) for part in parts]
+        words = f"a tuple ({', '.join(_joined(element.words) for element in elements)})"
+        return AdmittedValues(frozenset(), lambda value: _is_record(value, elements), (words,))
+    inner = _admitted(parts[0])
     name = "a tuple" if kind is tuple else "a list"
     words = name if len(inner.words) > 1 or inner.words == _ANYTHING else f"{name} of {_many(inner.words[0])}"
 
@@ -282,7 +287,7 @@ def _container(kind: type, parts: tuple[Any, ...]) -> Kind:  # any: annotations
             return False
         return _all(inner, value) if isinstance(value, Collection) and not isinstance(value, range) else True
 
-    return Kind(frozenset(), admits, (words,))
+    return AdmittedValues(frozenset(), admits, (words,))
 
 
 def _many(words: str) -> str:
@@ -290,16 +295,16 @@ def _many(words: str) -> str:
     return words if words == "text" else f"{words.removeprefix('an ').removeprefix('a ')}s"
 
 
-def _is_record(value: Any, kinds: Sequence[Kind]) -> bool:
-    return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_one, kinds, value))
+def _is_record(value: Any, elements: Sequence[AdmittedValues]) -> bool:
+    return isinstance(value, tuple) and len(value) == len(elements) and all(map(_admits, elements, value))
 
 
-def _one(kind: Kind, value: Any) -> bool:
-    return type(value) in kind.exact or kind.admits(value)
+def _admits(admitted: AdmittedValues, value: Any) -> bool:
+    return type(value) in admitted.exact or admitted.admits(value)
 
 
-def _all(kind: Kind, values: Collection[Any]) -> bool:
+def _all(admitted: AdmittedValues, values: Collection[Any]) -> bool:
     try:
-        return all(_one(kind, value) for value in islice(values, _MOST_ELEMENTS))
+        return all(_admits(admitted, value) for value in islice(values, _MOST_ELEMENTS))
     except TypeError:  # such as a tensor without dimensions
         return False

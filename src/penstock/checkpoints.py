@@ -83,11 +83,11 @@ def check_whole(path: Path, hint: str = _BEFORE) -> None:
         if not (path / _CHECKSUMS).exists():
             return
         noted = read_json(path / _CHECKSUMS)
-        found = {one.name: one for one in path.iterdir() if one.name != _CHECKSUMS}
-        if not isinstance(noted, dict) or not noted.keys() <= found.keys():
+        files = {file.name: file for file in path.iterdir() if file.name != _CHECKSUMS}
+        if not isinstance(noted, dict) or not noted.keys() <= files.keys():
             raise ValueError("some of its files are missing")
         for name, checksum in noted.items():
-            if _checksum(found[name]) != checksum:
+            if _checksum(files[name]) != checksum:
                 raise ValueError(f"{name} differs from what was written")
     except DAMAGE as error:
         raise unusable(path, error, hint) from error
@@ -140,10 +140,10 @@ def encode(
         return {"": "tensor", "dtype": str(value.dtype), "shape": list(value.shape), "values": value.flatten().tolist()}
     if isinstance(value, tuple | list):
         kind = "list" if isinstance(value, list) else "tuple"
-        return {"": kind, "items": [encode(one, store) for one in value]}
+        return {"": kind, "items": [encode(item, store) for item in value]}
     if hasattr(value, "items"):
         kind = "Counter" if isinstance(value, Counter) else "dict"
-        return {"": kind, "items": [[encode(key, store), encode(one, store)] for key, one in value.items()]}
+        return {"": kind, "items": [[encode(key, store), encode(item, store)] for key, item in value.items()]}
     raise TypeError(f"a checkpoint cannot hold a {type(value).__name__}: {value!r}")
 
 
@@ -160,17 +160,17 @@ def decode(value: Any, stored: Mapping[str, torch.Tensor] | None = None) -> Any:
             raise ValueError(f"{value['dtype']!r} is not a dtype")
         return torch.tensor(value["values"], dtype=dtype).reshape(value["shape"])
     if kind in ("dict", "Counter"):
-        found = {decode(key, stored): decode(one, stored) for key, one in value["items"]}
-        return Counter(found) if kind == "Counter" else found
-    items = [decode(one, stored) for one in value["items"]]
+        mapping = {decode(key, stored): decode(item, stored) for key, item in value["items"]}
+        return Counter(mapping) if kind == "Counter" else mapping
+    items = [decode(item, stored) for item in value["items"]]
     return tuple(items) if kind == "tuple" else items
 
 
 def _checksum(path: Path) -> int:
     """Return the CRC-32 of a file."""
     check_is_file(path)
-    found = 0
+    checksum = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
-            found = zlib.crc32(chunk, found)
-    return found
+            checksum = zlib.crc32(chunk, checksum)
+    return checksum

@@ -158,6 +158,7 @@ class SpillFile:
         if not self.directory.is_dir():
             raise NotADirectoryError(f"{self.directory} is a file; give a directory")
         self.memory_kind = memory_file_system(self.directory)
+        # newer kernels open files of tmpfs with O_DIRECT too, although there is no disk to reach directly
         for flag in (os.O_DIRECT, 0) if direct and not self.memory_kind else (0,):
             try:
                 descriptor = self._open_nameless(flag)

@@ -18,7 +18,7 @@ _LAUNCH_S = 5e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A machine: one device, its link to host memory, and a disk."""
+    """A device with its link to host memory, and a disk. It is wide because data sheets have that many figures."""
 
     name: str
     """Name to ask for it by, such as ``"h200"``."""
@@ -78,8 +78,8 @@ _PCIE_4 = "PCI Express Base Specification 4.0: 16 lanes, 31.5 GB/s each way"
 _PCIE_5 = "PCI Express Base Specification 5.0: 16 lanes, 63 GB/s each way"
 
 MACHINES: dict[str, Machine] = {
-    one.name: one
-    for one in (
+    machine.name: machine
+    for machine in (
         Machine(
             name="h200",
             title="NVIDIA H200 SXM, PCIe 5.0",
@@ -175,12 +175,12 @@ MACHINES: dict[str, Machine] = {
 """Machines by name."""
 
 
-def counted_flops(function: Any, arguments: Any, keywords: Any, made: Any) -> float:  # any: an operator's own
+def counted_flops(function: Any, arguments: Any, keywords: Any, result: Any) -> float:  # any: an operator's own
     """Return the floating-point operations of one call of a PyTorch operator; 0 if PyTorch does not count them."""
     from torch.utils.flop_counter import flop_registry  # imports Triton
 
     packet = getattr(function, "overloadpacket", None)
-    return float(flop_registry[packet](*arguments, **keywords, out_val=made)) if packet in flop_registry else 0.0
+    return float(flop_registry[packet](*arguments, **keywords, out_val=result)) if packet in flop_registry else 0.0
 
 
 @checked("penstock.machines.machine_named('h200')")

@@ -18,7 +18,7 @@ from penstock.units import format_bytes
 
 __all__ = ["Entry", "TensorFiles", "read_header"]
 
-_MOST_HEADER_BYTES = 100 * 2**20
+_MOST_HEADER_BYTES = 100 * 2**20  # about the limit of the safetensors library; a damaged length may be any number
 _TYPES = {
     "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "I8": torch.int8,
     "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "U8": torch.uint8, "BOOL": torch.bool,
@@ -50,14 +50,14 @@ def read_header(file: BinaryIO, size: int) -> dict[str, Entry]:
         raise ValueError(f"its header claims to have {format_bytes(length)}, and the file has {format_bytes(size)}")
     try:
         header = parse_json(file.read(length), "the header")
-        return {name: _entry(name, one, 8 + length) for name, one in header.items() if name != "__metadata__"}
+        return {name: _entry(name, fields, 8 + length) for name, fields in header.items() if name != "__metadata__"}
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"its header cannot be read ({error})") from None
 
 
-def _entry(name: str, one: Mapping[str, Any], first_byte: int) -> Entry:  # any: JSON
-    shape, type_name = one["shape"], str(one["dtype"])
-    begins, ends = one["data_offsets"]
+def _entry(name: str, fields: Mapping[str, Any], first_byte: int) -> Entry:  # any: JSON
+    shape, type_name = fields["shape"], str(fields["dtype"])
+    begins, ends = fields["data_offsets"]
     if not isinstance(shape, list) or not all(isinstance(number, int) and number >= 0 for number in shape):
         raise ValueError(f"the shape of {name!r} must be a list of sizes, got {shape!r}")
     if not (isinstance(begins, int) and isinstance(ends, int) and 0 <= begins <= ends):
@@ -82,14 +82,14 @@ class TensorFiles(Mapping[str, torch.Tensor]):
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 try:
-                    found = read_header(file, size)
-                    ends = max((one.first_byte + one.size_bytes for one in found.values()), default=0)
+                    entries = read_header(file, size)
+                    ends = max((entry.first_byte + entry.size_bytes for entry in entries.values()), default=0)
                     if ends > size:
                         raise ValueError(f"it is cut short: tensors end at byte {ends}, the file at byte {size}")
                 except ValueError as error:
                     raise ValueError(f"{path.name}: {error}") from None
-            self.entries |= found
-            self._paths |= dict.fromkeys(found, path)
+            self.entries |= entries
+            self._paths |= dict.fromkeys(entries, path)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         entry = self.entries[name]

@@ -95,17 +95,17 @@ def tiered(source, account, **options):
 
 def job(name="job", module=gpt, loss=lambda model, batch: model(*batch), data=None, steps=3):
     return fleet.Job(
-        name=name, model=module, data=data or (lambda: [tokens(at) for at in range(3)]), loss=loss,
+        name=name, model=module, data=data or (lambda: [tokens(index) for index in range(3)]), loss=loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), steps=steps,
     )  # fmt: skip
 
 
-def trained_plainly(one):
-    torch.manual_seed(one.seed)
-    model = one.model()
-    optimizer, losses = one.optimizer(model.parameters()), []
-    for batch in itertools.islice(itertools.cycle(one.data()), one.steps):
-        loss = one.loss(model, batch)
+def trained_plainly(fleet_job):
+    torch.manual_seed(fleet_job.seed)
+    model = fleet_job.model()
+    optimizer, losses = fleet_job.optimizer(model.parameters()), []
+    for batch in itertools.islice(itertools.cycle(fleet_job.data()), fleet_job.steps):
+        loss = fleet_job.loss(model, batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -123,21 +123,21 @@ def settled(loss, offloader):
 @contextlib.contextmanager
 def a_fleet_beside(account, *jobs):
     """Trains jobs in another thread until the block has ended and they are done; their losses are checked."""
-    expected = [trained_plainly(one) for one in jobs]
-    found = []
+    expected = [trained_plainly(fleet_job) for fleet_job in jobs]
+    losses_found = []
     device = fleet.Device(name="cpu", budget="24MiB", threads=1)
-    with fleet.Fleet([device], account, progress=None) as made:
-        for one in jobs:
-            made.add(one)
-        waiting = threading.Thread(target=lambda: found.append(made.wait()))
+    with fleet.Fleet([device], account, progress=None) as running:
+        for fleet_job in jobs:
+            running.add(fleet_job)
+        waiting = threading.Thread(target=lambda: losses_found.append(running.wait()))
         waiting.start()
         yield
         waiting.join()
-    results = found[0]
-    for one, losses in zip(jobs, expected, strict=True):
-        assert results[one.name].error is None, results[one.name].error
-        assert results[one.name].losses == losses
-    assert all(one.peak_bytes <= one.budget_bytes for one in results.devices)
+    results = losses_found[0]
+    for fleet_job, losses in zip(jobs, expected, strict=True):
+        assert results[fleet_job.name].error is None, results[fleet_job.name].error
+        assert results[fleet_job.name].losses == losses
+    assert all(device.peak_bytes <= device.budget_bytes for device in results.devices)
 
 
 def test_offload_and_remat_share_a_model(account):
@@ -155,8 +155,8 @@ def test_offload_and_remat_share_a_model(account):
             step(*batch).backward()
     step.close()
     assert_gradients_equal(expected, model)
-    device = next(one for one in account.uses() if one.place == "device")
-    assert {one.name for one in device.holders} == {"offload", "remat"}
+    device = next(use for use in account.uses() if use.place == "device")
+    assert {holder.name for holder in device.holders} == {"offload", "remat"}
 
 
 def test_the_hooks_of_an_offloader_do_not_have_a_planned_step_traced_again(account, monkeypatch):
@@ -187,7 +187,7 @@ def test_remat_leaves_what_the_offloader_holds_alone(tmp_path):
     model, other, batch = mlp(256), mlp(256), torch.randn(512, 256)
     alone = remat.optimize(lambda x: square(other(x)), [batch], None)
     needed = remat.smallest_budget_bytes(alone.plan.problem)
-    held = 2 * sum(one.nbytes for one in model.parameters())
+    held = 2 * sum(parameter.nbytes for parameter in model.parameters())
     account = Budget(device=needed + held // 2, disk=tmp_path)
     offloader = offload.activations(model, budget=account)
     with pytest.raises(BudgetError, match="cannot be met"):
@@ -260,22 +260,22 @@ def test_profiling_a_step_does_not_change_the_parameters_that_a_job_draws(monkey
         is_profiled.wait()
         first = nn.Linear(64, 64)
         is_half_built.set()
-        for one in threads:
-            one.join(1.0)  # the profile puts back what it found
+        for thread in threads:
+            thread.join(1.0)  # the profile puts back what it found
         return nn.Sequential(first, nn.Linear(64, 64))
 
-    one = job(module=make, loss=lambda model, x: square(model(x)), data=lambda: [torch.ones(4, 64)])
+    drawing_job = job(module=make, loss=lambda model, x: square(model(x)), data=lambda: [torch.ones(4, 64)])
     is_profiled.set()
-    expected = trained_plainly(one)
+    expected = trained_plainly(drawing_job)
     is_profiled.clear()
     is_half_built.clear()
     monkeypatch.setattr(_profile, "_workspaces", until_half_built)
     threads.append(threading.Thread(target=lambda: remat.optimize(model, batch, None).close()))
     threads[0].start()
     is_profiled.wait()
-    results = fleet.run([one], [fleet.Device(name="cpu", threads=1)], progress=None)
+    results = fleet.run([drawing_job], [fleet.Device(name="cpu", threads=1)], progress=None)
     threads[0].join()
-    assert results[one.name].losses == expected
+    assert results[drawing_job.name].losses == expected
 
 
 class Planned(nn.Module):
@@ -295,27 +295,27 @@ class Planned(nn.Module):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_a_planned_stage_inside_of_a_fleets_job(account, dropout):
-    data = [torch.randn(2048, 64, generator=torch.Generator().manual_seed(at)) for at in range(3)]
+    data = [torch.randn(2048, 64, generator=torch.Generator().manual_seed(index)) for index in range(3)]
 
     def make(budget=None):
         model = mlp()
         model[3] = nn.Sequential(nn.GELU(), nn.Dropout(dropout))
         return model if budget is None else nn.Sequential(model[:2], Planned(model[2:6], *budget), model[6:])
 
-    one = job("plain", make, lambda model, batch: square(model(batch)), lambda: data)
+    plain_job = job("plain", make, lambda model, batch: square(model(batch)), lambda: data)
     budget, plans = 0.9, []
-    planned = one.with_changes(name="planned", model=lambda: make((budget, plans)), stages=list)
-    expected = trained_plainly(one)
+    planned = plain_job.with_changes(name="planned", model=lambda: make((budget, plans)), stages=list)
+    expected = trained_plainly(plain_job)
     with a_fleet_beside(account, planned):
         pass
     assert trained_plainly(planned) == expected
-    assert any(one.plan.peak_bytes < one.plan.keep_all_peak_bytes for one in plans)
+    assert any(plan.plan.peak_bytes < plan.plan.keep_all_peak_bytes for plan in plans)
 
 
 def test_a_fleet_takes_what_is_left_of_the_device(account):
     account.named("remat").charge("device", 70 * MIB)
-    with fleet.Fleet(["cpu"], account, progress=None) as made:
-        assert made._engine.workers[0].memory.budget_bytes == 26 * MIB
+    with fleet.Fleet(["cpu"], account, progress=None) as running:
+        assert running._engine.workers[0].memory.budget_bytes == 26 * MIB
         assert account.room_bytes("device") == 0
     account.named("remat").credit("device", 70 * MIB)
 
@@ -333,7 +333,7 @@ def test_offload_over_tiered_features(account):
                 settled(square(model(features[index])), offloader).backward()
         assert features.statistics().disk_rows > 0
         assert offloader.tier_statistics().parked_bytes > 0
-        held = {one.name for use in account.uses() for one in use.holders if one.held_bytes}
+        held = {holder.name for use in account.uses() for holder in use.holders if holder.held_bytes}
         assert held == {"offload", "unified"}
     assert_gradients_equal(expected, model)
 
@@ -371,7 +371,7 @@ def test_offload_around_relational_layers(account):
                 settled(square(model(x)), offloader).backward()
         assert offloader.tier_statistics().parked_bytes > 0
     assert_gradients_equal(expected, model)
-    held = {one.name: one.held_bytes for use in account.uses() for one in use.holders}
+    held = {holder.name: holder.held_bytes for use in account.uses() for holder in use.holders}
     assert held["relational"] >= edges.edge_index.nbytes + edges.edge_type.nbytes
 
 
@@ -397,18 +397,22 @@ def test_remat_of_relational_layers(account):
 
 def test_a_fleet_over_tiered_features(account):
     rows = table(40_000)
-    indexes = [torch.randint(40_000, (1024,), generator=torch.Generator().manual_seed(at)) for at in range(3)]
+    indexes = [torch.randint(40_000, (1024,), generator=torch.Generator().manual_seed(index)) for index in range(3)]
     with tiered(rows, account) as features:
-        one = job("features", mlp, lambda model, batch: square(model(batch)), lambda: [features[at] for at in indexes])
-        with a_fleet_beside(account, one):
+        feature_job = job(
+            "features", mlp, lambda model, batch: square(model(batch)), lambda: [features[index] for index in indexes]
+        )
+        with a_fleet_beside(account, feature_job):
             pass
         assert features.statistics().disk_rows > 0
 
 
 def test_a_fleet_of_relational_models(account):
     edges, x = graph().charge_to(account), torch.randn(500, 64, generator=torch.Generator().manual_seed(3))
-    one = job("relations", lambda: Relations(edges), lambda model, batch: square(model(batch)), lambda: [x] * 3)
-    with a_fleet_beside(account, one):
+    relations_job = job(
+        "relations", lambda: Relations(edges), lambda model, batch: square(model(batch)), lambda: [x] * 3
+    )
+    with a_fleet_beside(account, relations_job):
         pass
 
 
@@ -453,5 +457,5 @@ def test_all_five_together(account):
                     square(planned(model(features[index]))).backward()
         planned.close()
     assert_gradients_equal(expected, whole)
-    held = {one.name for use in account.uses() for one in use.holders}
+    held = {holder.name for use in account.uses() for holder in use.holders}
     assert held >= {"fleet", "relational", "remat", "unified"}

@@ -29,17 +29,17 @@ class Runtime:
 
 @pytest.fixture
 def runtime(monkeypatch):
-    made, zeros = Runtime(), torch.zeros
+    fake, zeros = Runtime(), torch.zeros
 
     def noted(*size, device=None, **options):
         if device == DEVICE:
-            made.calls.append(("launch",))
+            fake.calls.append(("launch",))
             raise RuntimeError("CUDA error: part or all of the requested memory range is already mapped")
         return zeros(*size, device=device, **options)
 
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
     monkeypatch.setattr(torch, "zeros", noted)
-    return made
+    return fake
 
 
 @pytest.fixture

@@ -32,15 +32,15 @@ def two_nodes(tmp_path, monkeypatch):
 
 def test_a_device_is_near_to_what_the_bus_says(two_nodes, monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda _: torch.cuda)
-    found = types.SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    properties = types.SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     backend = Cuda(torch.device("cuda", 0))
     assert backend.numa_node == 1
     (two_nodes / "0000:3b:00.0" / "numa_node").write_text("-1\n")  # as Linux says where there is one node only
     assert backend.numa_node is None
-    found.pci_bus_id = 0x3C
+    properties.pci_bus_id = 0x3C
     assert backend.numa_node is None
-    del found.pci_domain_id
+    del properties.pci_domain_id
     assert backend.numa_node is None
     assert devices.backend_of("cpu").numa_node is None
 

@@ -69,13 +69,14 @@ def nothing_left(model, disk, like=None):
 
 
 def _threads():
-    return {one for one in threading.enumerate() if type(one).__name__ != "TMonitor"}  # of tqdm's
+    return {thread for thread in threading.enumerate() if type(thread).__name__ != "TMonitor"}  # of tqdm's
 
 
 def _marks(model):
     """Accelerate leaves a ``forward`` of its own on models that it casts for."""
     hooks = [
-        (len(one._forward_hooks), len(one._forward_pre_hooks), len(one._backward_hooks)) for one in model.modules()
+        (len(module._forward_hooks), len(module._forward_pre_hooks), len(module._backward_hooks))
+        for module in model.modules()
     ]
     return hooks, model._compiled_call_impl, type(model), list(model.state_dict())
 

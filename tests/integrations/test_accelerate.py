@@ -75,7 +75,7 @@ class Loop:
 @pytest.mark.parametrize(
     "options",
     [{}, {"gradient_accumulation_steps": 2}, {"mixed_precision": "bf16"}],
-    ids=lambda one: next(iter(one), ""),
+    ids=lambda settings: next(iter(settings), ""),
 )
 def test_trains_as_without_it(disk, options, loss_outside):
     plain = Loop(**options)
@@ -102,8 +102,8 @@ def test_figures_are_numbers_for_a_log(disk):
         assert offloader.figures() == {}
         seen = []
         loop.run(between=lambda step: seen.append(offloader.figures()) if step else None)
-    assert all(one.keys() == {"parked_gib", "stall_share"} for one in seen)
-    assert all(one["parked_gib"] > 0 and 0 <= one["stall_share"] <= 1 for one in seen)
+    assert all(figures.keys() == {"parked_gib", "stall_share"} for figures in seen)
+    assert all(figures["parked_gib"] > 0 and 0 <= figures["stall_share"] <= 1 for figures in seen)
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}], ids=["one", "accumulated"])
@@ -119,7 +119,7 @@ def test_a_shared_budget_is_kept_with_the_optimizer_state_in_it(disk, collected,
 
     plain = Loop(**options)
     plain.run(around=measured)
-    expected, most = plain.losses, max(reports, key=lambda one: one.peak_bytes)
+    expected, most = plain.losses, max(reports, key=lambda report: report.peak_bytes)
     account = tiers.Budget(device=most.start_bytes + int(0.7 * most.activation_bytes), disk=disk)
     del plain
     gc.collect()
@@ -130,7 +130,7 @@ def test_a_shared_budget_is_kept_with_the_optimizer_state_in_it(disk, collected,
         assert offloader.figures()["highest_peak_gib"] * 2**30 == offloader.summary().peak_bytes
     assert loop.losses == expected
     assert len(reports) == 2
-    assert max(one.peak_bytes for one in reports) <= account.device_bytes < most.peak_bytes
+    assert max(report.peak_bytes for report in reports) <= account.device_bytes < most.peak_bytes
     assert account.peak_bytes(str(disk)) > 0
     assert account.held_bytes(str(disk)) == 0
 
@@ -140,13 +140,13 @@ def test_a_step_that_loss_scaling_skips_gives_the_optimizer_no_state(disk, monke
     monkeypatch.setattr(type(loop.accelerator), "optimizer_step_was_skipped", property(lambda _: len(seen) <= 3))
     with offloading(loop.accelerator, loop.model, budget=2**40, disk=disk, **TIGHT) as offloader:
         loop.run(between=lambda _: seen.append(offloader.offloader))
-    assert [one is seen[0] for one in seen] == [True] * 4 + [False] * 4
+    assert [current is seen[0] for current in seen] == [True] * 4 + [False] * 4
     assert len(set(map(id, seen))) == 2
 
 
 def test_a_budget_that_cannot_be_met_is_refused(disk):
     loop = Loop()
-    static_bytes = 2 * sum(one.nbytes for one in loop.plain.parameters())
+    static_bytes = 2 * sum(parameter.nbytes for parameter in loop.plain.parameters())
     with (
         nothing_left(loop.plain, disk),
         pytest.raises(BudgetError, match="needs at least"),
@@ -235,27 +235,29 @@ def test_two_models_and_forwards_before_backwards(disk):
     def train(*, is_offloaded):
         torch.manual_seed(0)
         models = [accelerator.prepare(mlp()) for _ in range(2)]
-        optimizers = [accelerator.prepare(torch.optim.AdamW(one.parameters())) for one in models]
+        optimizers = [accelerator.prepare(torch.optim.AdamW(model.parameters())) for model in models]
         losses = []
         with contextlib.ExitStack() as stack:
             chosen = models if is_offloaded else []
-            offloaders = [stack.enter_context(offloading(accelerator, one, **options)) for one in chosen]
+            offloaders = [
+                stack.enter_context(offloading(accelerator, chosen_model, **options)) for chosen_model in chosen
+            ]
             for _ in range(4):
-                both = [one(torch.randn(256, 64)).square().mean() for one in models]
+                both = [model(torch.randn(256, 64)).square().mean() for model in models]
                 for optimizer in optimizers:
                     loss = both.pop(0)
                     accelerator.backward(loss)
                     optimizer.step()
                     optimizer.zero_grad()
                     losses.append(loss.item())
-        return losses, [one.summary() for one in offloaders]
+        return losses, [offloader.summary() for offloader in offloaders]
 
     expected, _ = train(is_offloaded=False)
     with everything_parked():
         losses, summaries = train(is_offloaded=True)
     assert losses == expected
-    assert [one.num_cycles for one in summaries] == [4, 4]
-    assert all(one.parked_bytes > 0 for one in summaries)
+    assert [summary.num_cycles for summary in summaries] == [4, 4]
+    assert all(summary.parked_bytes > 0 for summary in summaries)
     assert "backward" not in vars(accelerator)
 
 

@@ -50,7 +50,7 @@ def arguments(folder, **changes):
 
 def trainer_of(folder, *callbacks, model=None, kind=None, beside=None, **changes):
     model = gpt2() if model is None else model
-    made = (kind or transformers.Trainer)(
+    trainer = (kind or transformers.Trainer)(
         model,
         arguments(folder, **changes),
         train_dataset=texts(),
@@ -58,8 +58,8 @@ def trainer_of(folder, *callbacks, model=None, kind=None, beside=None, **changes
         callbacks=list(callbacks),
         **(beside or {}),
     )
-    made.remove_callback(transformers.PrinterCallback)
-    return made
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
 
 
 def losses(trainer):
@@ -190,7 +190,8 @@ def test_a_shared_budget_is_kept_with_the_optimizer_state_in_it(tmp_path, disk, 
     with nothing_left(trainer.model, disk):
         trainer.train()
     assert losses(trainer) == expected
-    assert [one.peak_bytes <= account.device_bytes < report.peak_bytes for one in measured.reports] == [True] * 2
+    assert len(measured.reports) == 2
+    assert all(measurement.peak_bytes <= account.device_bytes < report.peak_bytes for measurement in measured.reports)
     summary = callback.summary()
     assert summary.parked_bytes > 0
     assert account.peak_bytes(str(disk)) > 0
@@ -212,12 +213,12 @@ def test_what_was_learned_is_forgotten_once_the_optimizer_has_state(tmp_path, di
     trainer.train()
     assert len(set(map(id, seen))) == num_offloaders
     assert seen[0] is not seen[1] or num_offloaders == 1
-    assert callback.summary().parked_bytes == sum(one.tier_statistics().parked_bytes for one in {*seen})
+    assert callback.summary().parked_bytes == sum(offloader.tier_statistics().parked_bytes for offloader in {*seen})
 
 
 def test_a_budget_that_cannot_be_met_ends_training_with_the_smallest_that_can(tmp_path, disk):
     model = gpt2()
-    static_bytes = 2 * sum(one.nbytes for one in model.parameters())
+    static_bytes = 2 * sum(parameter.nbytes for parameter in model.parameters())
     trainer = trainer_of(tmp_path, PenstockCallback(budget=static_bytes + 2**18, disk=disk, **TIGHT), model=model)
     with nothing_left(model, disk), pytest.raises(BudgetError, match="needs at least"):
         trainer.train()
@@ -390,7 +391,7 @@ def test_a_search_of_hyperparameters_makes_models_anew(tmp_path, disk):
     assert callback.summary().parked_bytes > 0
     assert list(disk.iterdir()) == []
     assert len(models) == 3  # the first shows the Trainer what kind of model there will be
-    assert not any(one._forward_hooks for model in models for one in model.modules())
+    assert not any(module._forward_hooks for model in models for module in model.modules())
 
 
 def test_checkpoints_have_plain_names_and_resume_either_way(tmp_path, disk):
@@ -433,7 +434,7 @@ def test_evaluation_holds_nothing(tmp_path, disk):
     class Count(transformers.TrainerCallback):
         def on_evaluate(self, args, state, control, **_):
             gc.collect()
-            alive.append(sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects()))
+            alive.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
 
     callback = PenstockCallback(disk=disk, **EVERYTHING)
     trainer = trainer_of(tmp_path, Count(), callback, max_steps=10, eval_strategy="steps", eval_steps=1)
@@ -511,17 +512,17 @@ def test_a_planned_step_that_swaps_leaves_nothing_in_its_account(tmp_path, disk,
         trainer = trainer_of(tmp_path, callback, model=model, max_steps=2, per_device_train_batch_size=16)
         with nothing_left(model, disk):
             trainer.train()
-        assert not any(one.held_bytes for one in account.uses())
+        assert not any(use.held_bytes for use in account.uses())
         assert account.peak_bytes("device") > 0
         if budget_bytes is None:  # the second time it has to swap
-            static_bytes = 4 * sum(one.nbytes for one in model.parameters())
+            static_bytes = 4 * sum(parameter.nbytes for parameter in model.parameters())
             account.device_bytes = static_bytes + (account.peak_bytes("device") - static_bytes) // 2
     assert account.peak_bytes(str(disk)) > 0
 
 
 def test_a_planned_step_counts_the_optimizer_and_refuses_a_hopeless_budget(tmp_path, disk):
     model = llama()
-    static_bytes = 4 * sum(one.nbytes for one in model.parameters())  # gradients and AdamW's two moments
+    static_bytes = 4 * sum(parameter.nbytes for parameter in model.parameters())  # gradients and AdamW's two moments
     trainer = trainer_of(tmp_path, PenstockCallback(budget=static_bytes, method="remat"), model=model)
     with nothing_left(model, disk), pytest.raises(Exception, match="cannot be met"):
         trainer.train()

@@ -29,7 +29,7 @@ def _quiet():
 
 def callback_within(tmp_path, model, size_kib=2300):
     gc.collect()
-    own_bytes = sum(one.nbytes for one in model.parameters())
+    own_bytes = sum(parameter.nbytes for parameter in model.parameters())
     budget = probe.held_bytes("cpu") - own_bytes + size_kib * 1024
     (tmp_path / "disk").mkdir(exist_ok=True)
     CALLBACKS.append(PenstockCallback(budget=budget, disk=tmp_path / "disk", method="training"))
@@ -58,7 +58,7 @@ def callback_within(tmp_path, model, size_kib=2300):
 def test_trains_as_without_it(tmp_path, changes):
     plain = trainer_of(tmp_path / "plain", model=gpt2(), **changes)
     plain.train()
-    expected, after = losses(plain), {name: one.clone() for name, one in plain.model.state_dict().items()}
+    expected, after = losses(plain), {name: tensor.clone() for name, tensor in plain.model.state_dict().items()}
     model = gpt2()
     del plain
     callback = callback_within(tmp_path, model, 8000 if changes.get("optim") else 2300)
@@ -66,7 +66,7 @@ def test_trains_as_without_it(tmp_path, changes):
     trainer.train()
     assert losses(trainer) == expected != []
     callback.close()
-    assert all(torch.equal(one, after[name]) for name, one in trainer.model.state_dict().items())
+    assert all(torch.equal(tensor, after[name]) for name, tensor in trainer.model.state_dict().items())
     summary = callback.summary()
     assert summary.num_steps >= trainer.state.global_step
     assert summary.fetched_bytes > 0 or changes.get("optim")
@@ -104,7 +104,7 @@ def test_an_error_in_a_step_leaves_a_plain_model(tmp_path):
         trainer.train()
     assert torch.isfinite(model(torch.zeros(1, 4, dtype=torch.long)).logits).all()
     callback.close()
-    assert all(one.untyped_storage().nbytes() for one in model.parameters())
+    assert all(parameter.untyped_storage().nbytes() for parameter in model.parameters())
     assert "tolist" not in torch.Tensor.__dict__
 
 
@@ -115,8 +115,10 @@ def test_options(tmp_path):
         PenstockCallback(disk=tmp_path, budget="1GiB", method="training", min_size=0)
     with pytest.raises(ValueError, match="`method` must be 'offload', 'remat' or 'training'"):
         PenstockCallback(disk=tmp_path, method="other")
-    given = PenstockArguments(penstock_budget="1GiB", penstock_disk=[str(tmp_path)], penstock_method="training")
-    assert PenstockCallback(given).summary() is None
+    callback_arguments = PenstockArguments(
+        penstock_budget="1GiB", penstock_disk=[str(tmp_path)], penstock_method="training"
+    )
+    assert PenstockCallback(callback_arguments).summary() is None
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "tied", "lora", "two adapters", "adapted embedding"])
@@ -146,9 +148,9 @@ def test_models_are_saved_within_the_budget(tmp_path, kind):
     saving.trainer = trainer_of(tmp_path / "ours", callback, saving, model=model)
     saving.trainer.train()
     assert saving.peak_bytes <= callback._options["budget"]
-    expected, found = (tensors_in(tmp_path / which / "saved") for which in ("plain", "ours"))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(one, expected[name]) for name, one in found.items())
+    expected, saved = (tensors_in(tmp_path / which / "saved") for which in ("plain", "ours"))
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in saved.items())
 
 
 def test_a_model_that_does_not_fit_stays_where_it_is(tmp_path):
@@ -175,8 +177,8 @@ def test_a_model_that_does_not_fit_stays_where_it_is(tmp_path):
 def _closed():
     """Whatever a test has left open."""
     yield
-    for one in CALLBACKS:
-        one.close(discard=True)
+    for callback in CALLBACKS:
+        callback.close(discard=True)
     CALLBACKS.clear()
 
 
@@ -185,4 +187,4 @@ TARGETS = {"target_modules": ["c_attn"], "fan_in_fan_out": True}
 
 
 def tensors_in(path):
-    return {name: one for file in sorted(path.rglob("*.safetensors")) for name, one in load_file(file).items()}
+    return {name: tensor for file in sorted(path.rglob("*.safetensors")) for name, tensor in load_file(file).items()}

@@ -182,7 +182,7 @@ class Measured(lightning.Callback):
 def test_a_shared_budget_is_kept_with_the_optimizer_state_in_it(tmp_path, disk, collected, changes):
     plain = Text()
     fit(plain, tmp_path, measured := Measured(), limit_train_batches=8, **changes)
-    most = max(measured.reports, key=lambda one: one.peak_bytes)
+    most = max(measured.reports, key=lambda report: report.peak_bytes)
     expected = plain.losses
     del plain
     gc.collect()
@@ -192,14 +192,14 @@ def test_a_shared_budget_is_kept_with_the_optimizer_state_in_it(tmp_path, disk, 
         fit(model, tmp_path, callback, measured := Measured(), limit_train_batches=8, **changes)
     assert model.losses == expected
     assert len(measured.reports) == 2
-    assert max(one.peak_bytes for one in measured.reports) <= account.device_bytes < most.peak_bytes
+    assert max(report.peak_bytes for report in measured.reports) <= account.device_bytes < most.peak_bytes
     assert account.peak_bytes(str(disk)) > 0
     assert account.held_bytes(str(disk)) == 0
 
 
 def test_a_budget_that_cannot_be_met_is_refused(tmp_path, disk):
     model = Text()
-    static_bytes = 2 * sum(one.nbytes for one in model.parameters())
+    static_bytes = 2 * sum(parameter.nbytes for parameter in model.parameters())
     with nothing_left(model, disk), pytest.raises(BudgetError, match="needs at least"):
         fit(model, tmp_path, LightningOffload(budget=static_bytes + 2**18, disk=disk, **TIGHT))
 

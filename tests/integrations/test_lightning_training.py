@@ -33,7 +33,7 @@ def fit(module, folder, *callbacks, resume=None, **options):
 
 def callback_for(module, disk, size_kib=2300):  # noqa: F811
     gc.collect()
-    own_bytes = sum(one.nbytes for one in module.parameters())
+    own_bytes = sum(parameter.nbytes for parameter in module.parameters())
     return LightningOffload(budget=probe.held_bytes("cpu") - own_bytes + size_kib * 1024, disk=disk, method="training")
 
 

@@ -64,9 +64,9 @@ def test_as_a_tracker_it_compares_with_jobs_that_are_done():
     for is_tracker, state in ((True, fleet.JobState.STOPPED), (False, fleet.JobState.DONE)):
         stopper = OptunaStopper(optuna.pruners.MedianPruner(n_startup_trials=2))
         trackers = [stopper] if is_tracker else []
-        found = fleet.run(three_jobs(), ["cpu"], stopper=stopper, trackers=trackers, scheduler="fifo", **OPTIONS)
-        assert found["bad"].state is state
-        assert found["good"].state is found["better"].state is fleet.JobState.DONE
+        results = fleet.run(three_jobs(), ["cpu"], stopper=stopper, trackers=trackers, scheduler="fifo", **OPTIONS)
+        assert results["bad"].state is state
+        assert results["good"].state is results["better"].state is fleet.JobState.DONE
 
 
 def test_the_stopper_compares_with_jobs_that_run_still():
@@ -100,9 +100,9 @@ def test_the_stopper_takes_calls_from_many_threads():
 
 def test_a_metric_that_a_job_has_not_fails_the_job_by_name():
     stopper = OptunaStopper(optuna.pruners.NopPruner(), metric="accuracy")
-    found = fleet.run([job_of("a", 0.1)], ["cpu"], stopper=stopper, **OPTIONS)
-    assert found["a"].state is fleet.JobState.FAILED
-    assert "`metric` must be one that job 'a' reports (loss), got 'accuracy'" in found["a"].error
+    results = fleet.run([job_of("a", 0.1)], ["cpu"], stopper=stopper, **OPTIONS)
+    assert results["a"].state is fleet.JobState.FAILED
+    assert "`metric` must be one that job 'a' reports (loss), got 'accuracy'" in results["a"].error
 
 
 @pytest.mark.parametrize(("devices", "at_once"), [(["cpu"], 1), (["cpu"], 3), (["cpu", "cpu"], 3), (["cpu"] * 3, 2)])
@@ -127,17 +127,19 @@ def test_a_search_tells_every_trial_and_finds_the_best(devices, at_once):
     study = optuna.create_study(
         sampler=optuna.samplers.TPESampler(seed=0, n_startup_trials=4), pruner=optuna.pruners.NopPruner()
     )
-    found = search(study, make_job, num_trials=8, at_once=at_once, devices=devices, trackers=[Watch()], **OPTIONS)
-    assert len(found) == len(study.trials) == 8
+    results = search(study, make_job, num_trials=8, at_once=at_once, devices=devices, trackers=[Watch()], **OPTIONS)
+    assert len(results) == len(study.trials) == 8
     assert max(most[:-1]) <= at_once and most[-1] == "closed"
     for trial in study.trials:
-        result = found[trial.user_attrs["job"]]
+        result = results[trial.user_attrs["job"]]
         assert trial.state is TrialState.COMPLETE and result.state is fleet.JobState.DONE
         assert trial.value == result.value("loss") == result.validations[-1]["loss"]
-        assert trial.intermediate_values == {one["step"]: one["loss"] for one in result.validations}
+        assert trial.intermediate_values == {
+            validation["step"]: validation["loss"] for validation in result.validations
+        }
         assert result.job.tags == {"lr": trial.params["lr"], "kind": "linear"}
-    assert found[study.best_trial.user_attrs["job"]] is found.best()
-    assert study.best_value == found.best().value("loss")
+    assert results[study.best_trial.user_attrs["job"]] is results.best()
+    assert study.best_value == results.best().value("loss")
 
 
 def test_a_search_prunes_by_the_study_and_leaves_good_jobs_as_they_are():
@@ -152,16 +154,16 @@ def test_a_search_prunes_by_the_study_and_leaves_good_jobs_as_they_are():
     )
     for lr in rates:
         study.enqueue_trial({"lr": lr})
-    found = search(study, make_job, num_trials=5, at_once=1, devices=["cpu"], **OPTIONS)
+    results = search(study, make_job, num_trials=5, at_once=1, devices=["cpu"], **OPTIONS)
     plain = fleet.run([job_of(f"lr={lr}", lr) for lr in rates], ["cpu"], **OPTIONS)
     for trial in study.trials:
-        one, alone = found[trial.user_attrs["job"]], plain[trial.user_attrs["job"]]
+        searched, alone = results[trial.user_attrs["job"]], plain[trial.user_attrs["job"]]
         if trial.params["lr"] < 0.1:
-            assert trial.state is TrialState.PRUNED and one.state is fleet.JobState.STOPPED
-            assert one.losses == alone.losses[:4] and trial.value == one.value("loss")
+            assert trial.state is TrialState.PRUNED and searched.state is fleet.JobState.STOPPED
+            assert searched.losses == alone.losses[:4] and trial.value == searched.value("loss")
         else:
-            assert one.losses == alone.losses
-    assert found["lr=0.4"].state is fleet.JobState.DONE
+            assert searched.losses == alone.losses
+    assert results["lr=0.4"].state is fleet.JobState.DONE
 
 
 def test_a_search_tells_failed_stopped_and_skipped_trials():
@@ -172,17 +174,17 @@ def test_a_search_tells_failed_stopped_and_skipped_trials():
         return job_of("a", 0.1, loss=fails if trial.number == 1 else squared_error)
 
     study = optuna.create_study(pruner=optuna.pruners.NopPruner())
-    found = search(study, make_job, num_trials=4, at_once=2, devices=["cpu"], **OPTIONS)
-    assert [one.state for one in study.trials] == [
+    results = search(study, make_job, num_trials=4, at_once=2, devices=["cpu"], **OPTIONS)
+    assert [trial.state for trial in study.trials] == [
         TrialState.COMPLETE, TrialState.FAIL, TrialState.PRUNED, TrialState.COMPLETE
     ]  # fmt: skip
-    assert list(found) == ["a", "a-1", "a-3"]
-    assert "a fault of the loss" in found["a-1"].error
+    assert list(results) == ["a", "a-1", "a-3"]
+    assert "a fault of the loss" in results["a-1"].error
 
 
 def test_jobs_without_validation_are_searched_by_their_last_loss():
     study = optuna.create_study()
-    found = search(
+    results = search(
         study,
         lambda trial: job_of("a", 0.1, validation=None, evaluate_every=None),
         num_trials=2,
@@ -190,7 +192,7 @@ def test_jobs_without_validation_are_searched_by_their_last_loss():
         devices=["cpu"],
         **OPTIONS,
     )
-    assert [one.value for one in study.trials] == [one.losses[-1] for one in found.values()]
+    assert [trial.value for trial in study.trials] == [result.losses[-1] for result in results.values()]
 
 
 def test_a_search_that_ends_early_leaves_no_trial_running():
@@ -202,7 +204,7 @@ def test_a_search_that_ends_early_leaves_no_trial_running():
     study = optuna.create_study()
     with pytest.raises(OSError, match="no such data"):
         search(study, make_job, num_trials=5, at_once=2, devices=["cpu"], **OPTIONS)
-    assert [one.state for one in study.trials] == [TrialState.COMPLETE, TrialState.FAIL, TrialState.FAIL]
+    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE, TrialState.FAIL, TrialState.FAIL]
 
 
 @pytest.mark.parametrize("validates", [True, False])
@@ -219,7 +221,7 @@ def test_a_search_by_a_metric_that_jobs_have_not_says_so(validates):
             devices=["cpu"],
             **OPTIONS,
         )
-    assert [one.state.is_finished() for one in study.trials] == [True]
+    assert [trial.state.is_finished() for trial in study.trials] == [True]
 
 
 @pytest.mark.parametrize(

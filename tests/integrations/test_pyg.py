@@ -90,8 +90,8 @@ def test_unified_tensors_in_data_and_other_loaders(case):
     )  # fmt: skip
     batch = next(iter(links))
     positive = batch.edge_label_index[:, batch.edge_label == 1]
-    wanted = {tuple(one) for one in data.edge_index[:, :40].t().tolist()}
-    assert {tuple(one) for one in batch.n_id[positive].t().tolist()} <= wanted
+    wanted = {tuple(edge) for edge in data.edge_index[:, :40].t().tolist()}
+    assert {tuple(edge) for edge in batch.n_id[positive].t().tolist()} <= wanted
 
 
 def test_several_types(case):

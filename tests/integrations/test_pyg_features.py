@@ -108,7 +108,7 @@ def test_parts_and_transforms_of_data(case):
     assert torch.equal(data.subgraph(torch.arange(NUM_NODES) % 7 == 0).x, plain[::7])
     for change in (
         transforms.ToUndirected(), transforms.AddSelfLoops(), transforms.RandomNodeSplit(num_val=10, num_test=10),
-        copy.copy, lambda one: one.to("cpu"), lambda one: one.contiguous(), lambda one: one.detach(),
+        copy.copy, lambda data: data.to("cpu"), lambda data: data.contiguous(), lambda data: data.detach(),
     ):  # fmt: skip
         assert torch.equal(change(copy.copy(data)).x[rows], plain[rows])
     assert "x=[300, 16]" in repr(data) and data.validate()
@@ -123,8 +123,9 @@ def test_what_needs_all_features_is_refused(case):
         assert torch.equal(transforms.Constant()(copy.copy(data)).x[:, :16], plain)
         return
     for change in (
-        transforms.NormalizeFeatures(), transforms.Constant(), copy.deepcopy, lambda one: one.clone(),
-        lambda one: Batch.from_data_list([one, one]), lambda one: one.to("meta"), lambda one: one.share_memory_(),
+        transforms.NormalizeFeatures(), transforms.Constant(), copy.deepcopy, lambda data: data.clone(),
+        lambda data: Batch.from_data_list([data, data]), lambda data: data.to("meta"),
+        lambda data: data.share_memory_(),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="features"):
             change(copy.copy(data))

@@ -11,7 +11,7 @@ import torch
 
 from penstock import errors, fleet
 from penstock.integrations import run_on_ray
-from penstock.integrations._ray_plan import JobLoad, Move, NodeLoad, assign, move
+from penstock.integrations._ray_plan import Move
 from penstock.testing import GPT
 
 pytestmark = [
@@ -19,7 +19,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*:DeprecationWarning:ray.*"),
     pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
 ]
-
 OPTIONS = {
     "devices_per_node": [fleet.Device(name="cpu", threads=1)],
     "budget": "32MiB",
@@ -100,7 +99,7 @@ def cluster(ray_module):
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = Cluster(
+        nodes = Cluster(
             initialize_head=True,
             head_node_args={
                 "num_cpus": 0,
@@ -110,11 +109,11 @@ def cluster(ray_module):
             },
         )
         for _ in range(2):
-            add_node(made)
-        ray_module.init(address=made.address, log_to_driver=False)
-        yield made
+            add_node(nodes)
+        ray_module.init(address=nodes.address, log_to_driver=False)
+        yield nodes
         ray_module.shutdown()
-        made.shutdown()
+        nodes.shutdown()
 
 
 class Watcher:
@@ -128,9 +127,9 @@ class Watcher:
 
     def watch(self):
         while not self.is_closed.wait(0.02):
-            if found := self.condition():
-                self.done = found
-                self.action(found)
+            if target := self.condition():
+                self.done = target
+                self.action(target)
                 return
 
     def log(self, job, step, metrics):
@@ -172,7 +171,7 @@ def test_losses_on_two_nodes_are_those_of_plain_pytorch(tmp_path, cluster, one_t
     for job in jobs:
         assert results[job.name].state is fleet.JobState.DONE
         assert results[job.name].losses == plain(job)
-        assert [one["loss"] for one in metrics_of(tmp_path, job.name)] == list(plain(job))
+        assert [row["loss"] for row in metrics_of(tmp_path, job.name)] == list(plain(job))
         assert [step for name, step in tracker.steps if name == job.name] == list(range(1, 9))
     assert results["bad"].state is fleet.JobState.FAILED
     assert "no such thing" in results["bad"].error
@@ -185,12 +184,12 @@ def test_losses_on_two_nodes_are_those_of_plain_pytorch(tmp_path, cluster, one_t
     assert state.answer_to(numbers["stop"], 1.0) == ""
     assert "not clone" in state.answer_to(numbers["clone"], 1.0)
     assert list(results) == [job.name for job in everything]
-    assert tracker.ends == {name: one.state for name, one in results.items()}
+    assert tracker.ends == {name: result.state for name, result in results.items()}
     assert tracker.is_closed.is_set()
-    assert len(results.devices) == len({one.name for one in results.devices}) == 2
-    assert all(one.num_units > 0 and 0 < one.peak_bytes <= 32 * 2**20 for one in results.devices)
+    assert len(results.devices) == len({device.name for device in results.devices}) == 2
+    assert all(device.num_units > 0 and 0 < device.peak_bytes <= 32 * 2**20 for device in results.devices)
     rows = fleet.FleetState(tmp_path).jobs()
-    assert {row.name: row.state for row in rows} == {name: one.state.value for name, one in results.items()}
+    assert {row.name: row.state for row in rows} == {name: result.state.value for name, result in results.items()}
     assert len({row.device for row in rows}) == 2
     assert list((tmp_path / "nodes").glob("*.lease")) == []
 
@@ -198,8 +197,8 @@ def test_losses_on_two_nodes_are_those_of_plain_pytorch(tmp_path, cluster, one_t
         run_on_ray(everything, run_dir=tmp_path, **OPTIONS)
     again = run_on_ray(everything, run_dir=tmp_path, resume=True, **OPTIONS)
     assert again.devices == ()  # nothing is run again
-    assert all(again[name].state is one.state for name, one in results.items())
-    assert all(again[name].losses == one.losses for name, one in results.items())
+    assert all(again[name].state is result.state for name, result in results.items())
+    assert all(again[name].losses == result.losses for name, result in results.items())
 
 
 def test_a_job_moves_to_an_idle_node(tmp_path, cluster, one_thread, monkeypatch):
@@ -219,10 +218,10 @@ def test_a_job_moves_to_an_idle_node(tmp_path, cluster, one_thread, monkeypatch)
     monkeypatch.setattr("penstock.integrations._ray_driver.move", once)
     results = run_on_ray([job], run_dir=tmp_path, **OPTIONS)
     assert results["moved"].losses == plain(make_job("moved", steps=40))
-    assert [one["step"] for one in metrics_of(tmp_path, "moved")] == list(range(1, 41))
+    assert [row["step"] for row in metrics_of(tmp_path, "moved")] == list(range(1, 41))
     units = [file.read_text() for file in (tmp_path / "nodes").glob("*.units.jsonl")]
     assert len(units) == 2
-    assert all("moved" in one for one in units)
+    assert all("moved" in text for text in units)
 
 
 def node_with_checkpoint(run_dir, cluster):
@@ -244,10 +243,10 @@ def test_jobs_of_a_lost_node_go_on_elsewhere(tmp_path, cluster, one_thread):
     jobs = [make_job("k" * number, steps=10, gate=gate) for number in range(1, 5)]
     killed = []
 
-    def kill(found):
+    def kill(target):
         killed.append(time.time())
-        cluster.remove_node(found[0], allow_graceful=False)
-        while any((run_dir / "nodes").glob(f"{found[0].node_id[:12]}-*.lease")):  # its process may live on for a while
+        cluster.remove_node(target[0], allow_graceful=False)
+        while any((run_dir / "nodes").glob(f"{target[0].node_id[:12]}-*.lease")):  # its process may live on for a while
             time.sleep(0.02)
         gate.touch()
 
@@ -257,7 +256,7 @@ def test_jobs_of_a_lost_node_go_on_elsewhere(tmp_path, cluster, one_thread):
     for job in jobs:
         assert results[job.name].state is fleet.JobState.DONE
         assert results[job.name].losses == plain(job)
-        assert [one["step"] for one in metrics_of(run_dir, job.name)] == list(range(1, 11))
+        assert [row["step"] for row in metrics_of(run_dir, job.name)] == list(range(1, 11))
         assert [step for name, step in watcher.steps if name == job.name] == list(range(1, 11))
     resumed = metrics_of(run_dir, watcher.done[1])
     # from the checkpoint, not from the beginning
@@ -312,48 +311,3 @@ def test_without_ray_the_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r"penstock\[ray\]"):
         run_on_ray([], run_dir=tmp_path)
-
-
-# What goes where
-
-
-def load(name, remaining_s=None, **options):
-    return JobLoad(name=name, remaining_s=remaining_s, **options)
-
-
-def test_the_longest_goes_first_to_the_node_with_least_to_do():
-    nodes = [
-        NodeLoad(name="a", num_devices=1, jobs=(load("old", 5.0, size_bytes=1),)),
-        NodeLoad(name="b", num_devices=1),
-    ]
-    found = assign(nodes, [load("short", 1.0), load("long", 9.0), load("middle", 3.0)])
-    assert [(one.job, one.node) for one in found] == [("long", "b"), ("middle", "a"), ("short", "b")]
-
-
-def test_nodes_take_no_more_than_two_jobs_per_device_and_one_while_sizes_are_unknown():
-    node = NodeLoad(name="a", num_devices=2)
-    waiting = [load(str(number), 1.0) for number in range(6)]
-    assert len(assign([node], waiting)) == 2
-    assert len(assign([node], [load(str(number), 1.0, size_bytes=1) for number in range(6)])) == 4
-
-
-def test_jobs_wait_for_host_memory_but_an_empty_node_takes_one():
-    node = NodeLoad(name="a", num_devices=2, host_bytes=100)
-    sized = [load(str(number), 1.0, size_bytes=60) for number in range(3)]
-    assert [one.job for one in assign([node], sized)] == ["0"]
-    large = load("large", 1.0, size_bytes=1000)
-    assert [one.job for one in assign([node], [large])] == ["large"]
-
-
-def test_a_job_moves_where_that_ends_sooner_than_it_costs():
-    idle = NodeLoad(name="b", num_devices=1)
-    both = (load("x", 100.0, begin_s=5.0), load("y", 90.0, begin_s=5.0))
-    loaded = NodeLoad(name="a", num_devices=1, jobs=both)
-    assert move([loaded, idle]) == Move(job="y", source="a", target="b")
-    assert move([loaded]) is None
-    dear = NodeLoad(name="a", num_devices=1, jobs=tuple(load(one.name, one.remaining_s, begin_s=200.0) for one in both))
-    assert move([dear, idle]) is None
-    leaving = NodeLoad(name="a", num_devices=1, jobs=tuple(load(one.name, 90.0, can_move=False) for one in both))
-    assert move([leaving, idle]) is None
-    paused = NodeLoad(name="a", num_devices=1, jobs=(both[0], load("z", 0.0, is_paused=True)))
-    assert move([paused, idle]) is None

@@ -39,7 +39,7 @@ def hugging_face(folder, disk):
     planned, loss = train(PenstockCallback(budget=account, method="remat"))
     assert loss == expected
     assert_same_parameters(plain, planned)
-    assert account.peak_bytes("device") > sum(one.nbytes for one in planned.parameters())
+    assert account.peak_bytes("device") > sum(parameter.nbytes for parameter in planned.parameters())
     return plain, model, callback.summary(), 6
 
 
@@ -62,7 +62,7 @@ def accelerate(folder, disk):
 
     plain, _ = train(lambda *_: contextlib.nullcontext())
     with everything_parked():
-        model, offloader = train(lambda *given: offloading(*given, disk=disk, **EVERYTHING))
+        model, offloader = train(lambda *arguments: offloading(*arguments, disk=disk, **EVERYTHING))
     return plain, model, offloader.summary(), 8
 
 
@@ -111,7 +111,7 @@ def _rank(rank, train, folder):
     assert_same_parameters(plain, model)
     assert summary.num_cycles == num_cycles
     assert summary.written_to_disk_bytes == summary.parked_bytes > 0
-    digest = torch.stack([one.detach().double().sum() for one in model.parameters()])
+    digest = torch.stack([parameter.detach().double().sum() for parameter in model.parameters()])
     both = [torch.empty_like(digest) for _ in range(NUM_RANKS)]
     torch.distributed.all_gather(both, digest)
     assert torch.equal(*both)

@@ -1,12 +1,10 @@
 """What is said of this machine."""
 
 import shutil
-from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 
-from penstock.probe import LaneBandwidth, _bandwidth, _machine, _rounds, in_rounds, machine, provenance
+from penstock.probe import LaneBandwidth, _bandwidth, _machine, machine
 
 
 @pytest.fixture
@@ -45,18 +43,18 @@ def test_a_compiler_is_looked_for(report, monkeypatch, tmp_path):
     compiler = tmp_path / "my cc"
     compiler.touch(mode=0o700)
     monkeypatch.setenv("CC", f"'{compiler}' -pthread")
-    found = report().features[-1]
-    assert found.is_supported
-    assert found.reason == f"'{compiler}' -pthread"
+    feature = report().features[-1]
+    assert feature.is_supported
+    assert feature.reason == f"'{compiler}' -pthread"
 
 
 def test_without_a_compiler_it_says_what_is_slower(report, monkeypatch):
     monkeypatch.setenv("CC", "")
     monkeypatch.setenv("PATH", "")
-    found = report().features[-1]
-    assert not found.is_supported
-    assert found.reason.startswith("none: planning (remat) takes")
-    assert "apt-get install gcc" in found.reason
+    compiler = report().features[-1]
+    assert not compiler.is_supported
+    assert compiler.reason.startswith("none: planning (remat) takes")
+    assert "apt-get install gcc" in compiler.reason
 
 
 @pytest.mark.parametrize(("is_direct", "text"), [(True, "O_DIRECT opens in"), (False, "O_DIRECT is refused by")])
@@ -79,30 +77,3 @@ def test_an_unknown_directory_is_named_with_the_command_that_makes_it(tmp_path, 
     monkeypatch.setattr(_bandwidth, "_SAMPLE_BYTES", 2**20)
     with pytest.raises(FileNotFoundError, match="mkdir -p"):
         machine(tmp_path / "nowhere")
-
-
-def test_short_ways_are_run_again_in_their_turn(monkeypatch):
-    clock = SimpleNamespace(now_s=0.0, counts=Counter())
-    monkeypatch.setattr("penstock.probe._rounds.time", SimpleNamespace(perf_counter=lambda: clock.now_s))
-
-    def way(name, takes_s):
-        clock.counts[name] += 1
-        clock.now_s += takes_s
-
-    ways = {
-        "short": lambda: way("short", 0.25),
-        "shorter": lambda: way("shorter", 0.125),
-        "long": lambda: way("long", 2),
-    }
-    seconds = in_rounds(ways, rounds=3, least_s=0.5)
-    assert clock.counts == {"short": 6, "shorter": 12, "long": 3}
-    assert seconds == {"short": [0.25] * 3, "shorter": [0.125] * 3, "long": [2.0] * 3}
-
-
-def test_results_name_what_was_measured(monkeypatch):
-    monkeypatch.setattr(_rounds, "kinds", lambda: ("cpu", "cuda"))
-    of_cpu = _rounds.backend_of("cpu")
-    gpu = SimpleNamespace(name="a GPU")
-    monkeypatch.setattr(_rounds, "backend_of", lambda device: of_cpu if device == "cpu" else gpu)
-    assert provenance("cuda:0")["device"] == provenance()["device"] == "a GPU"
-    assert provenance("cpu")["device"] != "a GPU"

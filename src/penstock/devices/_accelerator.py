@@ -65,7 +65,7 @@ class AcceleratorAllocator(Allocator):
     def reserved_bytes(self) -> int:
         return int(torch.accelerator.memory_reserved(self._device))
 
-    def _peaks(self) -> Peaks:
+    def peaks(self) -> Peaks:
         """Return the peaks.
 
         `torch.accelerator.memory_stats` has them too, but is slower: it names and sorts all numbers.
@@ -128,9 +128,9 @@ class Accelerator(Backend):
         """
         before_bytes = self.allocator.allocated_bytes()
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            one = torch.ones(16, 16, device=self.device, dtype=dtype)
-            torch.addmm(one[0], one, one)
-            del one
+            matrix = torch.ones(16, 16, device=self.device, dtype=dtype)
+            torch.addmm(matrix[0], matrix, matrix)
+            del matrix
         self.finish_current()
         return max(0, self.allocator.allocated_bytes() - before_bytes)
 

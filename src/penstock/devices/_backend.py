@@ -81,8 +81,8 @@ class Allocator(ABC):
         """Return the bytes that it has taken from the device."""
 
     @abstractmethod
-    def _peaks(self) -> Peaks:
-        """Return the peaks since `_reset_peaks`."""
+    def peaks(self) -> Peaks:
+        """Return the peaks since the last reset, by whichever watch that was. Use `watching` for peaks of your own."""
 
     @abstractmethod
     def _reset_peaks(self) -> None:
@@ -93,7 +93,7 @@ class Allocator(ABC):
         """Record the peaks from here on, independent of other watches."""
         watch = PeakWatch(self)
         with self._lock:
-            self._begin_anew()
+            self._note_and_reset()
             self._watches.append(watch)
         try:
             yield watch
@@ -101,7 +101,13 @@ class Allocator(ABC):
             with self._lock:
                 self._watches.remove(watch)
 
-    def _begin_anew(self) -> None:
+    def restart(self, watch: "PeakWatch") -> None:
+        """Let one watch start from the current values; the others keep their peaks."""
+        with self._lock:
+            self._note_and_reset()
+            watch.forget()
+
+    def _note_and_reset(self) -> None:
         """Reset the peaks after all watches have noted theirs. The caller holds the lock."""
         for watch in tuple(self._watches):
             watch.note()
@@ -117,7 +123,7 @@ class PeakWatch:
 
     def peaks(self) -> Peaks:
         """Return the peaks since the start, or since ``restart``."""
-        now, before = self._allocator._peaks(), self._before
+        now, before = self._allocator.peaks(), self._before
         return Peaks(*(max(getattr(now, name), getattr(before, name)) for name in Peaks.__slots__))
 
     def note(self) -> None:
@@ -126,9 +132,11 @@ class PeakWatch:
 
     def restart(self) -> None:
         """Start again from the current values."""
-        with self._allocator._lock:
-            self._allocator._begin_anew()
-            self._before = Peaks(0, 0, 0)
+        self._allocator.restart(self)
+
+    def forget(self) -> None:
+        """Drop the peaks that were kept, after the allocator's own peaks were reset."""
+        self._before = Peaks(0, 0, 0)
 
 
 class Backend(ABC):

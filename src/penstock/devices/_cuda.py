@@ -27,8 +27,8 @@ class Cuda(Accelerator):
 
     @property
     def numa_node(self) -> int | None:
-        found = torch.cuda.get_device_properties(self.device)
-        parts = [getattr(found, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+        properties = torch.cuda.get_device_properties(self.device)
+        parts = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
         if None in parts:  # older versions do not have them
             return None
         domain, bus, slot = parts

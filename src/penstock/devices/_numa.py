@@ -28,11 +28,11 @@ def processors_of(node: int) -> set[int]:
     """Return the processors of a node that this thread may run on; empty if the system does not say."""
     try:
         text = (_NODES / f"node{node}" / "cpulist").read_text()
-        found: set[int] = set()
+        processors: set[int] = set()
         for part in text.strip().split(","):
             first, _, last = part.partition("-")
-            found |= set(range(int(first), int(last or first) + 1))
-        return found & os.sched_getaffinity(0)
+            processors |= set(range(int(first), int(last or first) + 1))
+        return processors & os.sched_getaffinity(0)
     except (OSError, ValueError, AttributeError):  # not Linux, or the list cannot be parsed
         return set()
 

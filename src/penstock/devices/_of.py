@@ -49,10 +49,10 @@ def is_accelerator(device: torch.device) -> bool:
 
 def accelerator_type() -> str | None:
     """Return the kind of accelerator that PyTorch finds here, such as "cuda"; ``None`` if none has streams."""
-    found = torch.accelerator.current_accelerator()  # the one this build of PyTorch supports; cheap to ask
-    if found is None or found.type in _WITHOUT_STREAMS or not _is_here(found.type):
+    accelerator = torch.accelerator.current_accelerator()  # the one this build of PyTorch supports; cheap to ask
+    if accelerator is None or accelerator.type in _WITHOUT_STREAMS or not _is_here(accelerator.type):
         return None
-    return found.type
+    return accelerator.type
 
 
 @functools.cache
@@ -62,14 +62,14 @@ def _is_here(kind: str) -> bool:
 
 def kinds() -> tuple[str, ...]:
     """Return the kinds of devices here: ``("cpu",)``, or for example ``("cpu", "cuda")``."""
-    found = accelerator_type()
-    return ("cpu",) if found is None else ("cpu", found)
+    kind = accelerator_type()
+    return ("cpu",) if kind is None else ("cpu", kind)
 
 
 def accelerators() -> list[torch.device]:
     """Return all accelerators of this machine."""
     kind = accelerator_type()
-    return [] if kind is None else [torch.device(kind, at) for at in range(torch.accelerator.device_count())]
+    return [] if kind is None else [torch.device(kind, index) for index in range(torch.accelerator.device_count())]
 
 
 def used_device() -> torch.device:

@@ -57,9 +57,9 @@ def offloading(
     if not hasattr(accelerator, "unwrap_model"):
         example = "with offloading(accelerator, model, disk='/nvme')"
         raise must_be("accelerator", "an accelerate.Accelerator", accelerator, example)
-    given = {"budget": budget, "disk": disk, "host": host, **options}
-    check_options(offload.activations, 1, given)
-    loop = LoopOffloader(accelerator.unwrap_model(model), given)
+    settings = {"budget": budget, "disk": disk, "host": host, **options}
+    check_options(offload.activations, 1, settings)
+    loop = LoopOffloader(accelerator.unwrap_model(model), settings)
     steps = _Steps(loop, accelerator)
     hooks = [
         model.register_forward_pre_hook(steps.enter),

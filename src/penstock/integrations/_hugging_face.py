@@ -63,8 +63,8 @@ class PenstockArguments:
 
     def options(self) -> dict[str, Any]:  # any: keyword arguments
         """Return the keyword arguments of `PenstockCallback` that were given."""
-        given = {one.name.removeprefix("penstock_"): getattr(self, one.name) for one in fields(self)}
-        return {name: value for name, value in given.items() if value not in (None, False, [])}
+        values = {option.name.removeprefix("penstock_"): getattr(self, option.name) for option in fields(self)}
+        return {name: value for name, value in values.items() if value not in (None, False, [])}
 
 
 class PenstockCallback:
@@ -108,11 +108,11 @@ class PenstockCallback:
         method: Method = "offload",
         **options: object,
     ):
-        given = {"budget": budget, "disk": disk, "host": host, "method": method, **options}
-        given = {name: value for name, value in given.items() if value is not None and (name, value) != _DEFAULT}
-        if arguments is not None and given:
-            raise ValueError(f"give either PenstockArguments or {', '.join(given)}, not both")
-        self._options = arguments.options() if arguments is not None else given
+        settings = {"budget": budget, "disk": disk, "host": host, "method": method, **options}
+        settings = {name: value for name, value in settings.items() if value is not None and (name, value) != _DEFAULT}
+        if arguments is not None and settings:
+            raise ValueError(f"give either PenstockArguments or {', '.join(settings)}, not both")
+        self._options = arguments.options() if arguments is not None else settings
         self._method = self._options.pop("method", "offload")
         self._is_on = arguments is None or not self._options.keys().isdisjoint(("budget", "disk", "host"))
         self._check()
@@ -307,6 +307,7 @@ class PenstockCallback:
         self._compiled = contextlib.ExitStack()
         backend = remat.Backend(**{"as_eager": False, **self._options}, optimizer=optimizer)  # fewer graph breaks
         self._compiled.callback(backend.close)
+        # a model that the user has compiled gets its own compiled call back
         self._compiled.callback(setattr, trainer.model, "_compiled_call_impl", trainer.model._compiled_call_impl)
         trainer.model.compile(backend=backend)
 

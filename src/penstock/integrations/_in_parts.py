@@ -47,12 +47,12 @@ def _adapted(model: Any) -> list[nn.Parameter]:
         for name in model.peft_config
         for tensor in get_peft_model_state_dict(model, adapter_name=name).values()
     }
-    return [one for one in model.parameters() if one.requires_grad or storage_id(one) in wanted]
+    return [parameter for parameter in model.parameters() if parameter.requires_grad or storage_id(parameter) in wanted]
 
 
 def _save_pretrained(model: Any, training: Training, save: Any, path: str | os.PathLike[str], **options: Any) -> None:
     """Save the model's configuration and code by ``save``, and its tensors by the training."""
-    save(path, **{**options, "state_dict": {}})
+    save(path, **{**options, "state_dict": {}})  # its file of weights has no tensors, and is replaced below
     if not options.get("is_main_process", True):
         return
     for old in Path(path).glob("model*.safetensors*"):
@@ -77,7 +77,7 @@ def _is_stored_otherwise(model: Any) -> bool:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # before transformers 5
         return False
-    shapes = {name: (one.shape, one.dtype) for name, one in model.state_dict().items()}
+    shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()}
     own = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
     stored = revert_weight_conversion(model, dict(own))
-    return stored.keys() != own.keys() or any(stored[name].shape != one.shape for name, one in own.items())
+    return stored.keys() != own.keys() or any(stored[name].shape != tensor.shape for name, tensor in own.items())

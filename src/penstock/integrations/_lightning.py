@@ -45,6 +45,8 @@ class LightningOffload:
 
     Raises ``ImportError`` without Lightning and ``TypeError`` for unknown options. When training begins it raises what
     ``offload.activations`` raises, and while it runs ``BudgetError`` for a budget below what a step needs.
+
+    The class is wide because Lightning calls a callback by one method per moment of training, and 13 of them matter.
     """
 
     def __new__(cls, *_: object, **__: object) -> Self:
@@ -63,7 +65,9 @@ class LightningOffload:
     ):
         self._options = {"budget": budget, "disk": disk, "host": host, **options}
         if method == "training":
-            check_options(offload.training, 3, {name: one for name, one in self._options.items() if name != "budget"})
+            check_options(
+                offload.training, 3, {name: value for name, value in self._options.items() if name != "budget"}
+            )
             if budget is None:
                 raise ValueError(
                     "method='training' requires a budget: LightningOffload(budget='22GiB', method='training', ...)"
@@ -80,8 +84,8 @@ class LightningOffload:
 
     def __reduce__(self) -> tuple[Callable[[], "LightningOffload"], tuple[()]]:
         """Pickle the options only, for ``strategy="ddp_spawn"``; the other process begins anew."""
-        given = {"logs": self._logs, "method": self._method, **self._options}
-        return functools.partial(LightningOffload, **given), ()  # type: ignore[arg-type]
+        settings = {"logs": self._logs, "method": self._method, **self._options}
+        return functools.partial(LightningOffload, **settings), ()  # type: ignore[arg-type]
 
     def summary(self) -> OffloadSummary | offload.TrainingStatistics | None:
         """Return what the present or the last run did; ``None`` before training."""
@@ -155,7 +159,7 @@ class LightningOffload:
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
         """Leave the offloader or the training, and log what it did."""
         self._leave()
-        if self._loop is not None and any(one.state for one in trainer.optimizers):
+        if self._loop is not None and any(optimizer.state for optimizer in trainer.optimizers):
             self._loop.optimizer_has_state()
         if self._logs:
             for name, value in self._figures().items():

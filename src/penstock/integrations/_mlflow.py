@@ -39,8 +39,8 @@ class MLflowTracker:
             raise ImportError("MLflowTracker needs mlflow-skinny: pip install 'penstock[mlflow]'") from error
         self._metric, self._param = Metric, Param
         self._client = MlflowClient(tracking_uri=tracking_uri)
-        found = self._client.get_experiment_by_name(experiment)
-        self._experiment_id = self._client.create_experiment(experiment) if found is None else found.experiment_id
+        existing = self._client.get_experiment_by_name(experiment)
+        self._experiment_id = self._client.create_experiment(experiment) if existing is None else existing.experiment_id
         self._runs: dict[str, str] = {}
         self._waiting: dict[str, list[_Metric]] = {}
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from penstock import offload
 from penstock.arguments import checked
-from penstock.tiers import Budget
+from penstock.tiers import Budget, TierStatistics
 from penstock.units import format_bytes
 
 _GIB = 2**30
@@ -56,12 +56,12 @@ class OffloadSummary:
 
     def figures(self) -> dict[str, float]:
         """Return numbers for a log: ``total_parked_gib``, ``total_written_gib``, ``stall_share`` and peaks."""
-        made = {
+        figures = {
             "total_parked_gib": self.parked_bytes / _GIB,
             "total_written_gib": self.written_to_disk_bytes / _GIB,
             "stall_share": self.stall_share,
         }
-        return made | _peaks(self.planned_peak_bytes or self.peak_bytes, self.peak_bytes)
+        return figures | _peaks(self.planned_peak_bytes or self.peak_bytes, self.peak_bytes)
 
 
 class LoopOffloader:
@@ -77,12 +77,7 @@ class LoopOffloader:
         budget = options.get("budget")
         self._has_budget = (budget.device_bytes if isinstance(budget, Budget) else budget) is not None
         self._waits_for_optimizer = self._has_budget
-        self._num_cycles = self._num_seen = 0
-        self._stall_s = self._busy_s = 0.0
-        self._peak_bytes: int | None = None
-        self._planned_peak_bytes: int | None = None
-        self._closed_parked_bytes = self._closed_written_bytes = 0
-        self._logged_stall_s = self._logged_busy_s = 0.0
+        self._sums = _Sums()
         self._last: offload.OffloadStatistics | None = None
         self.offloader = self._make()
 
@@ -105,16 +100,8 @@ class LoopOffloader:
 
     def note(self) -> bool:
         """End the cycle if backward is over, and add it to the sums; return whether it was over."""
-        did = self._last = self.offloader.statistics()
-        num_new, self._num_seen = did.num_steps - self._num_seen, did.num_steps
-        if num_new:
-            self._num_cycles += num_new
-            self._stall_s += did.stall_s
-            self._busy_s += did.step_s
-            self._peak_bytes = max(did.peak_bytes or 0, self._peak_bytes or 0) or None
-            if did.is_planned:
-                self._planned_peak_bytes = max(did.peak_bytes or 0, self._planned_peak_bytes or 0) or None
-        return num_new > 0
+        self._last = self.offloader.statistics()
+        return self._sums.add(self._last)
 
     def optimizer_has_state(self) -> None:
         """Note that the optimizer has state. Call it between micro-batches, any number of times.
@@ -124,9 +111,7 @@ class LoopOffloader:
         if self._waits_for_optimizer and not self.offloader.tier_statistics().num_live_handles:
             self._waits_for_optimizer = False
             self.close()
-            before = self.offloader.tier_statistics()
-            self._closed_parked_bytes, self._closed_written_bytes = before.parked_bytes, before.written_to_disk_bytes
-            self._num_seen = 0
+            self._sums.begin_anew(self.offloader.tier_statistics())
             self.offloader = self._make()
 
     def figures(self) -> dict[str, float]:
@@ -140,28 +125,15 @@ class LoopOffloader:
         did = self._last
         if did is None:
             return {}
-        busy_s = self._busy_s - self._logged_busy_s
-        made = {
-            "parked_gib": did.parked_bytes / _GIB,
-            "stall_share": (self._stall_s - self._logged_stall_s) / busy_s if busy_s else 0.0,
-        }
-        self._logged_stall_s, self._logged_busy_s = self._stall_s, self._busy_s
+        figures = {"parked_gib": did.parked_bytes / _GIB, "stall_share": self._sums.take_stall_share()}
         promised_bytes = did.predicted_peak_bytes if self._has_budget else None
-        return made | _peaks(self._planned_peak_bytes or promised_bytes or self._peak_bytes, self._peak_bytes)
+        sums = self._sums
+        return figures | _peaks(sums.planned_peak_bytes or promised_bytes or sums.peak_bytes, sums.peak_bytes)
 
     def summary(self) -> OffloadSummary:
         """Return the sums over the run so far."""
-        tiers = self.offloader.tier_statistics()
-        return OffloadSummary(
-            num_cycles=self._num_cycles,
-            parked_bytes=self._closed_parked_bytes + tiers.parked_bytes,
-            written_to_disk_bytes=self._closed_written_bytes + tiers.written_to_disk_bytes,
-            stall_s=self._stall_s,
-            busy_s=self._busy_s,
-            peak_bytes=self._peak_bytes,
-            planned_peak_bytes=self._planned_peak_bytes,
-            declined="" if self._last is None else self._last.declined,
-        )
+        declined = "" if self._last is None else self._last.declined
+        return self._sums.summary(self.offloader.tier_statistics(), declined)
 
     def close(self) -> None:
         """End the lanes, free the disk space and remove all hooks. May be called again."""
@@ -171,9 +143,59 @@ class LoopOffloader:
         return offload.activations(self._model, **self._options)  # type: ignore[arg-type]
 
 
+class _Sums:
+    """The sums over all cycles of a run, of which an offloader may see only the first or the last ones."""
+
+    def __init__(self) -> None:
+        self._num_cycles = self._num_seen = 0
+        self._stall_s = self._busy_s = 0.0
+        self._logged_stall_s = self._logged_busy_s = 0.0
+        self._closed_parked_bytes = self._closed_written_bytes = 0
+        self.peak_bytes: int | None = None
+        """Highest measured peak; ``None`` if none was measured."""
+        self.planned_peak_bytes: int | None = None
+        """The same for cycles that followed a plan."""
+
+    def add(self, did: offload.OffloadStatistics) -> bool:
+        """Add a cycle that has ended since the last call; return whether one has."""
+        num_new, self._num_seen = did.num_steps - self._num_seen, did.num_steps
+        if num_new:
+            self._num_cycles += num_new
+            self._stall_s += did.stall_s
+            self._busy_s += did.step_s
+            self.peak_bytes = max(did.peak_bytes or 0, self.peak_bytes or 0) or None
+            if did.is_planned:
+                self.planned_peak_bytes = max(did.peak_bytes or 0, self.planned_peak_bytes or 0) or None
+        return num_new > 0
+
+    def begin_anew(self, tiers: TierStatistics) -> None:
+        """Keep the bytes of an offloader that is closed; the next one counts from 0."""
+        self._closed_parked_bytes, self._closed_written_bytes = tiers.parked_bytes, tiers.written_to_disk_bytes
+        self._num_seen = 0
+
+    def take_stall_share(self) -> float:
+        """Return the share of the busy time since the last call that the computation waited."""
+        busy_s, stall_s = self._busy_s - self._logged_busy_s, self._stall_s - self._logged_stall_s
+        self._logged_stall_s, self._logged_busy_s = self._stall_s, self._busy_s
+        return stall_s / busy_s if busy_s else 0.0
+
+    def summary(self, tiers: TierStatistics, declined: str) -> OffloadSummary:
+        """Return all sums; ``tiers`` has the bytes of the present offloader."""
+        return OffloadSummary(
+            num_cycles=self._num_cycles,
+            parked_bytes=self._closed_parked_bytes + tiers.parked_bytes,
+            written_to_disk_bytes=self._closed_written_bytes + tiers.written_to_disk_bytes,
+            stall_s=self._stall_s,
+            busy_s=self._busy_s,
+            peak_bytes=self.peak_bytes,
+            planned_peak_bytes=self.planned_peak_bytes,
+            declined=declined,
+        )
+
+
 def _peaks(planned_bytes: int | None, highest_bytes: int | None) -> dict[str, float]:
-    found = {"peak_gib": planned_bytes, "highest_peak_gib": highest_bytes}
-    return {name: size_bytes / _GIB for name, size_bytes in found.items() if size_bytes is not None}
+    peaks = {"peak_gib": planned_bytes, "highest_peak_gib": highest_bytes}
+    return {name: size_bytes / _GIB for name, size_bytes in peaks.items() if size_bytes is not None}
 
 
 def check_options(function: Any, num_positional: int, options: Mapping[str, object]) -> None:  # any: a callable

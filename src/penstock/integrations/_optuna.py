@@ -3,7 +3,7 @@
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -57,14 +57,15 @@ def search(
     if not callable(make_job):
         raise must_be("make_job", "a function of a trial", make_job, example)
     _refuse(study, num_trials, at_once, options)
-    made = _Search(study, make_job, num_trials, at_once, metric)
+    alive = _Alive(metric)
+    searching = _Search(study, make_job, num_trials, at_once, alive)
     options.setdefault("scheduler", "fifo")
-    trackers = [*options.pop("trackers", ()), made]
+    trackers = [*options.pop("trackers", ()), alive]
     try:
-        with Fleet(devices, budget, stopper=made.prunes, trackers=trackers, **options) as fleet:
-            return fleet.wait(more=partial(made.goes_on, fleet))
+        with Fleet(devices, budget, stopper=alive.prunes, trackers=trackers, **options) as fleet:
+            return fleet.wait(more=partial(searching.goes_on, fleet))
     finally:
-        made.tell_the_rest()
+        searching.tell_the_rest()
 
 
 class OptunaStopper:
@@ -128,35 +129,28 @@ class OptunaStopper:
 
 
 class _Search:
-    """The state of `search`. Device threads record what happens; only the waiting thread asks and tells the study."""
+    """The state of `search`. Only the waiting thread uses it, since it alone asks and tells the study."""
 
     def __init__(
-        self, study: "Study", make_job: "Callable[[Trial], Job]", num_trials: int, at_once: int, metric: str
+        self, study: "Study", make_job: "Callable[[Trial], Job]", num_trials: int, at_once: int, alive: "_Alive"
     ) -> None:
         self._study, self._make_job = study, make_job
-        self._num_trials, self._at_once, self._metric = num_trials, at_once, metric
+        self._num_trials, self._at_once = num_trials, at_once
         self._num_asked = 0
-        self._trials: dict[str, Trial] = {}
-        """Trials of jobs that are alive, by the job's name."""
+        self._alive = alive
         self._untold: dict[int, Trial] = {}
-        """Trials by number that the study has not been told about: of these jobs, and of a job that is being made."""
+        """Trials by number that the study has not been told about: alive ones, and of a job that is being made."""
         self._names: set[str] = set()
-        self._values: dict[str, float] = {}
-        """Per job, the metric of the last validation, or the loss of the last step."""
-        self._validated: set[str] = set()
-        self._ended: deque[tuple[str, JobState]] = deque()
-        self._fault: Exception | None = None
-        self._lock = threading.Lock()
 
     def goes_on(self, fleet: Fleet) -> bool:
         """Tell the study what ended, and add jobs; return whether there is anything left to do."""
         self._tell_ended()
-        if self._fault is not None:
-            raise self._fault
-        while len(self._trials) < self._at_once and self._num_asked < self._num_trials:
+        if self._alive.fault is not None:
+            raise self._alive.fault
+        while len(self._alive) < self._at_once and self._num_asked < self._num_trials:
             self._num_asked += 1
             self._begin(fleet, self._study.ask())
-        return bool(self._trials)
+        return len(self._alive) > 0
 
     def _begin(self, fleet: Fleet, trial: "Trial") -> None:
         from optuna.exceptions import TrialPruned
@@ -167,7 +161,7 @@ class _Search:
         except TrialPruned:
             self._tell(trial, JobState.STOPPED, None)
             return
-        self._trials[job.name] = trial
+        self._alive.add(job.name, trial)  # before the fleet has the job, whose threads ask for its trial
         self._names.add(job.name)
         fleet.add(job)
 
@@ -182,14 +176,7 @@ class _Search:
         return job.with_changes(name=name, tags={**trial.params, **job.tags})
 
     def _tell_ended(self) -> None:
-        while self._ended:
-            name, state = self._ended.popleft()
-            trial, value = self._trials.pop(name), self._values.pop(name, None)
-            if state is JobState.DONE and value is None:
-                self._fault = ValueError(
-                    f"job {name!r} ended without the metric {self._metric!r}; give jobs validation= and metric=, or "
-                    "search by metric='loss'"
-                )
+        for trial, state, value in self._alive.take_ended():
             self._tell(trial, state, value)
 
     def _tell(self, trial: "Trial", state: JobState, value: float | None) -> None:
@@ -202,12 +189,47 @@ class _Search:
         for trial in list(self._untold.values()):
             self._tell(trial, JobState.FAILED, None)
 
+
+class _Alive:
+    """The trials of jobs that are alive, as the fleet's tracker and stopper. Device threads record what happens."""
+
+    def __init__(self, metric: str) -> None:
+        self._metric = metric
+        self._trials: dict[str, Trial] = {}
+        """Trials by the job's name."""
+        self._values: dict[str, float] = {}
+        """Per job, the metric of the last validation, or the loss of the last step."""
+        self._validated: set[str] = set()
+        self._ended: deque[tuple[str, JobState]] = deque()
+        self._lock = threading.Lock()
+        self.fault: Exception | None = None
+        """The error that must end the search; device threads cannot raise it there."""
+
+    def __len__(self) -> int:
+        return len(self._trials)
+
+    def add(self, name: str, trial: "Trial") -> None:
+        """Add the trial of a job."""
+        self._trials[name] = trial
+
+    def take_ended(self) -> "Iterator[tuple[Trial, JobState, float | None]]":
+        """Yield and forget trials whose jobs have ended: the trial, the job's state and its value."""
+        while self._ended:
+            name, state = self._ended.popleft()
+            trial, value = self._trials.pop(name), self._values.pop(name, None)
+            if state is JobState.DONE and value is None:
+                self.fault = ValueError(
+                    f"job {name!r} ended without the metric {self._metric!r}; give jobs validation= and metric=, or "
+                    "search by metric='loss'"
+                )
+            yield trial, state, value
+
     # Methods that device threads call
 
     def prunes(self, job: Job, step: int, metrics: Mapping[str, float]) -> bool:
         """Return whether the study's pruner gives the job up, as the fleet's stopper."""
         if self._metric not in metrics:
-            self._fault = _no_metric(job, self._metric, metrics)
+            self.fault = _no_metric(job, self._metric, metrics)
             return True
         with self._lock:
             return _prunes(self._trials[job.name], step, metrics[self._metric])

@@ -55,11 +55,11 @@ class Sampler(_Base):
         self._sampler = NeighborSampler(graph, list(fanouts), replace=replace)
 
     def _sample(self, seed: torch.Tensor, seed_time: Any = None, **_: Any) -> SamplerOutput:  # noqa: ARG002
-        found = self._sampler.sample(seed)
-        self._refuse_twice(seed, found.seeds)
+        sampled = self._sampler.sample(seed)
+        self._refuse_twice(seed, sampled.seeds)
         return SamplerOutput(
-            node=found.nodes, row=found.rows, col=found.cols, edge=found.edges,
-            num_sampled_nodes=list(found.num_sampled_nodes), num_sampled_edges=list(found.num_sampled_edges),
+            node=sampled.nodes, row=sampled.rows, col=sampled.cols, edge=sampled.edges,
+            num_sampled_nodes=list(sampled.num_sampled_nodes), num_sampled_edges=list(sampled.num_sampled_edges),
         )  # fmt: skip
 
 
@@ -75,13 +75,13 @@ class HeteroSampler(_Base):
         self.num_nodes = self._sampler.num_nodes
 
     def _sample(self, seed: Mapping[str, torch.Tensor], seed_time: Any = None, **_: Any) -> HeteroSamplerOutput:  # noqa: ARG002
-        found = self._sampler.sample(seed)
-        for name, places in found.seeds.items():
+        sampled = self._sampler.sample(seed)
+        for name, places in sampled.seeds.items():
             self._refuse_twice(seed[name], places)
         return HeteroSamplerOutput(
-            node=found.nodes, row=found.rows, col=found.cols, edge=found.edges,
-            num_sampled_nodes={name: list(counts) for name, counts in found.num_sampled_nodes.items()},
-            num_sampled_edges={kind: list(counts) for kind, counts in found.num_sampled_edges.items()},
+            node=sampled.nodes, row=sampled.rows, col=sampled.cols, edge=sampled.edges,
+            num_sampled_nodes={name: list(counts) for name, counts in sampled.num_sampled_nodes.items()},
+            num_sampled_edges={kind: list(counts) for kind, counts in sampled.num_sampled_edges.items()},
         )  # fmt: skip
 
 

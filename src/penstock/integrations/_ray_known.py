@@ -1,8 +1,8 @@
 """The driver's knowledge of jobs and nodes of a fleet on Ray."""
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,16 @@ Devices = Sequence[str | torch.device | Device]
 
 
 @dataclass(slots=True, eq=False)
-class Task:
+class KnownJob:
     """A job, as the driver knows it."""
 
     job: Job
     place: int
     packed: bytes = field(repr=False)
     row: JobRow
-    node: "Node | None" = None
+    node: "KnownNode | None" = None
     size_bytes: int | None = None
     result: JobResult | None = None
-    logged: dict[bool, int] = field(default_factory=dict)
-    """Last step whose metrics trackers have, of training (``False``) and of validation (``True``)."""
-    verdicts: dict[int, bool | str] = field(default_factory=dict)
-    """The stopper's verdicts by step; a text is the error with which it failed."""
     sent_s: float = 0.0
     begin_s: float = 0.0
     """Seconds that a node took to begin with it."""
@@ -36,6 +32,22 @@ class Task:
     """Time from which another node may have it."""
     num_losses: int = 0
     lost_at_step: int = -1
+
+    def note(self, node: "KnownNode", row: JobRow, size_bytes: int | None) -> None:
+        """Note the row that its node reports. Before its first step there, the figures known before stay."""
+        is_begun = row.seconds_per_step > 0
+        if is_begun and not self.begin_s:
+            self.begin_s = time.monotonic() - self.sent_s
+        self.size_bytes = size_bytes or self.size_bytes
+        before = self.row
+        self.row = replace(
+            row,
+            place=self.place,
+            device=f"{node.name} {row.device}".strip(),
+            step=row.step if is_begun else before.step,
+            num_steps=row.num_steps or before.num_steps,
+            seconds_per_step=row.seconds_per_step or before.seconds_per_step,
+        )
 
     def load(self, *, is_leaving: bool) -> JobLoad:
         """Return the job as the planner sees it."""
@@ -53,7 +65,7 @@ class Task:
 
 
 @dataclass(slots=True, eq=False)
-class Node:
+class KnownNode:
     """An actor, as the driver knows it."""
 
     id: str
@@ -65,15 +77,19 @@ class Node:
     begun_s: float = field(default_factory=time.monotonic)
     is_ready: bool = False
     host_bytes: int | None = None
-    tasks: dict[str, Task] = field(default_factory=dict)
+    jobs: dict[str, KnownJob] = field(default_factory=dict)
     leaving: dict[str, str] = field(default_factory=dict)
     """Jobs that are to leave, and the nodes they go to."""
     devices: tuple[DeviceStatistics, ...] = ()
 
     def load(self) -> NodeLoad:
         """Return the node as the planner sees it."""
-        jobs = tuple(task.load(is_leaving=name in self.leaving) for name, task in self.tasks.items())
+        jobs = tuple(known.load(is_leaving=name in self.leaving) for name, known in self.jobs.items())
         return NodeLoad(name=self.id, num_devices=self.num_devices, host_bytes=self.host_bytes, jobs=jobs)
+
+    def note_devices(self, devices: Iterable[DeviceStatistics]) -> None:
+        """Note the statistics of its devices, under names that differ from those of other nodes."""
+        self.devices = tuple(replace(device, name=f"{self.name} {device.name}") for device in devices)
 
 
 def kind(device: str | torch.device | Device) -> str:
@@ -84,9 +100,9 @@ def num_cpus(devices: Devices, resources: Mapping[str, float]) -> float:
     """Return the cores that devices need. A CPU device takes its threads, by default all cores; a GPU takes one."""
     most = float(resources.get("CPU", 0))
     wanted = 0.0
-    for one in devices:
-        threads = one.threads if isinstance(one, Device) else None
-        wanted += 1 if kind(one) != "cpu" else threads or most
+    for device in devices:
+        threads = device.threads if isinstance(device, Device) else None
+        wanted += 1 if kind(device) != "cpu" else threads or most
     return min(most, wanted)
 
 

@@ -15,31 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.fleet import DeviceStatistics, Fleet, Job, JobRow, JobState
+from penstock.fleet import DeviceStatistics, Fleet, JobRow, JobState
+from penstock.integrations._ray_outbox import Ending, Metrics, Outbox
 
 _WATCH_S = 0.5
-
-Metrics = Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """The end of a job on this node."""
-
-    name: str
-    """Name of the job."""
-    state: JobState | None
-    """State of the job; ``None`` if it was released to continue elsewhere."""
-    losses: tuple[float, ...] = ()
-    """Losses, one per optimizer step."""
-    validations: tuple[Metrics, ...] = ()
-    """Metrics, one dict per validation."""
-    error: str | None = None
-    """The error with which it failed."""
-    seconds_per_step: float = 0.0
-    """Seconds that the units of one step took."""
-    checkpoint: Path | None = None
-    """Path of its last checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +54,8 @@ class NodeFleet:
             )
         self._lease = lease
         self._local = tempfile.TemporaryDirectory(prefix="penstock-node-")  # SQLite needs a local disk
-        self._changed = threading.Condition()
-        self._metrics: list[tuple[str, int, Metrics]] = []
-        self._questions: list[tuple[str, int, Metrics]] = []
-        self._verdicts: dict[tuple[str, int], bool | str] = {}
-        self._endings: list[Ending] = []
-        self._releasing: set[str] = set()
-        self._has_news = self._is_closing = self._may_close = False
+        self._outbox = Outbox()
+        self._may_close = False
         self._reporting = threading.Lock()
         self._ready, self._ended = threading.Event(), threading.Event()
         self._error: BaseException | None = None
@@ -91,8 +65,8 @@ class NodeFleet:
             run_dir=self._local.name,
             jobs_dir=lease.parent.parent / "jobs",
             resume=True,
-            trackers=[self],
-            stopper=self._stops if asks_stopper else None,
+            trackers=[self._outbox],
+            stopper=self._outbox.stops if asks_stopper else None,
             progress=None,
         )
         threading.Thread(target=self._watch, name="penstock lease", daemon=True).start()
@@ -111,16 +85,12 @@ class NodeFleet:
             if is_paused:
                 self._fleet.pause(name)
         except Exception as error:
-            with self._changed:
-                text = f"{type(error).__name__}: {error}"
-                self._endings.append(Ending(name=name, state=JobState.FAILED, error=text))
-            self._say()
+            self._outbox.fail(name, f"{type(error).__name__}: {error}")
 
     def ask(self, verb: str, name: str) -> str:
         """Pause, resume or stop a job, as the user asks. Returns why not, or an empty text."""
-        with self._changed:
-            if verb == "stop":
-                self._releasing.discard(name)
+        if verb == "stop":
+            self._outbox.keep(name)
         try:
             {"pause": self._fleet.pause, "resume": self._fleet.resume, "stop": self._fleet.stop}[verb](name)
         except (ValueError, KeyError) as error:
@@ -129,8 +99,7 @@ class NodeFleet:
 
     def release(self, name: str) -> None:
         """Let the job leave after its current mini-batch, with a checkpoint; a report says when."""
-        with self._changed:
-            self._releasing.add(name)
+        self._outbox.release(name)
         with suppress(ValueError):  # it is over already
             self._fleet.stop(name)
 
@@ -139,11 +108,7 @@ class NodeFleet:
 
         ``verdicts`` are the stopper's, by job and step; a text is the error with which it failed.
         """
-        with self._changed:
-            self._verdicts.update(verdicts)
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._has_news or self._is_closing, timeout=timeout_s)
-            self._has_news = False
+        self._outbox.wait(verdicts, timeout_s)
         with self._reporting:
             if self._error is not None:
                 raise self._error
@@ -152,9 +117,7 @@ class NodeFleet:
     def _news(self) -> Report:
         rows = self._fleet.rows()
         endings = self._take_endings(rows)
-        with self._changed:
-            metrics, self._metrics = tuple(self._metrics), []
-            questions, self._questions = tuple(self._questions), []
+        metrics, questions = self._outbox.take_logged()
         return Report(
             rows=tuple(rows),
             sizes=self._fleet.sizes(),
@@ -166,9 +129,7 @@ class NodeFleet:
 
     def finish(self) -> tuple[DeviceStatistics, ...]:
         """End after the current mini-batches, with checkpoints; return the statistics of the devices."""
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify_all()
+        self._outbox.close_down()
         with self._reporting:
             self._may_close = True
         self._ended.wait()
@@ -178,61 +139,13 @@ class NodeFleet:
         self._local.cleanup()
         return self._devices
 
-    # The fleet's tracker and stopper; device threads call them
-
-    def log(self, job: Job, step: int, metrics: Metrics) -> None:
-        """Keep metrics for the driver's trackers."""
-        with self._changed:
-            self._metrics.append((job.name, step, dict(metrics)))
-
-    def end(self, job: Job, state: JobState) -> None:  # noqa: ARG002  # the protocol's
-        """Note that there is an ending to report."""
-        self._say()
-
-    def close(self) -> None:
-        """Do nothing, since nothing is open."""
-
-    def _stops(self, job: Job, step: int, metrics: Metrics) -> bool:
-        with self._changed:
-            self._questions.append((job.name, step, dict(metrics)))
-        self._say()
-        with self._changed:
-            self._changed.wait_for(lambda: (job.name, step) in self._verdicts or self._is_closing)
-            verdict = self._verdicts.pop((job.name, step), False)
-            if verdict is True:
-                self._releasing.discard(job.name)
-        if isinstance(verdict, str):
-            raise RuntimeError(f"the stopper failed: {verdict}")
-        return verdict
-
-    def _say(self) -> None:
-        with self._changed:
-            self._has_news = True
-            self._changed.notify_all()
-
     def _take_endings(self, rows: list[JobRow]) -> tuple[Ending, ...]:
         over = [row.name for row in rows if JobState(row.state).is_over]
         results = self._fleet.results() if over else {}
         for name in over:
-            found = results[name]
-            with self._changed:
-                is_released = name in self._releasing and found.state is JobState.STOPPED
-                self._releasing.discard(name)
-                self._endings.append(
-                    Ending(
-                        name=name,
-                        state=None if is_released else found.state,
-                        losses=found.losses,
-                        validations=found.validations,
-                        error=found.error,
-                        seconds_per_step=found.seconds_per_step,
-                        checkpoint=found.checkpoint,
-                    )
-                )
+            self._outbox.note_ending(name, results[name])
             self._fleet.forget(name)
-        with self._changed:
-            endings, self._endings = tuple(self._endings), []
-        return endings
+        return self._outbox.take_endings()
 
     # Threads of this node
 
@@ -247,7 +160,7 @@ class NodeFleet:
             self._error = error
         self._ready.set()
         self._ended.set()
-        self._say()
+        self._outbox.say()
 
     def _may_come(self) -> bool:
         if self._may_close:

@@ -78,15 +78,15 @@ def assign(nodes: Sequence[NodeLoad], waiting: Sequence[JobLoad]) -> list[Assign
     guess_s = max((job.remaining_s for job in everything if job.remaining_s is not None), default=1.0)
     guess_bytes = max((job.size_bytes for job in everything if job.size_bytes is not None), default=None)
     places = {node.name: node for node in nodes}
-    found = []
-    for job in sorted(waiting, key=lambda one: -_seconds(one, float("inf"))):
+    chosen = []
+    for job in sorted(waiting, key=lambda job: -_seconds(job, float("inf"))):
         room = [node for node in places.values() if _has_room(node, job, guess_bytes)]
         if not room:
             continue
         best = min(room, key=lambda node: (_work_s(node.jobs, guess_s) / node.num_devices, len(node.jobs)))
         places[best.name] = replace(best, jobs=(*best.jobs, job))
-        found.append(Assignment(job=job.name, node=best.name))
-    return found
+        chosen.append(Assignment(job=job.name, node=best.name))
+    return chosen
 
 
 def move(nodes: Sequence[NodeLoad], least_gain_s: float = 1.0) -> Move | None:
@@ -108,7 +108,7 @@ def move(nodes: Sequence[NodeLoad], least_gain_s: float = 1.0) -> Move | None:
 
 
 def _gain_s(source: NodeLoad, target: NodeLoad, job: JobLoad) -> float:
-    left = [one for one in source.jobs if one is not job]
+    left = [staying for staying in source.jobs if staying is not job]
     came = [*target.jobs, replace(job, remaining_s=_seconds(job, 0.0) + job.begin_s)]
     before_s = max(_end_s(source.jobs, source), _end_s(target.jobs, target))
     return before_s - max(_end_s(left, source), _end_s(came, target))
@@ -137,5 +137,5 @@ def _has_room(node: NodeLoad, job: JobLoad, guess_bytes: int | None) -> bool:
         return True
     if len(node.active) >= node.num_devices * (1 if guess_bytes is None else _JOBS_PER_DEVICE):
         return False
-    sizes = [one.size_bytes if one.size_bytes is not None else guess_bytes or 0 for one in (*node.jobs, job)]
-    return node.host_bytes is None or sum(sizes) <= node.host_bytes
+    needed = [guess_bytes or 0 if each.size_bytes is None else each.size_bytes for each in (*node.jobs, job)]
+    return node.host_bytes is None or sum(needed) <= node.host_bytes

@@ -5,13 +5,15 @@
   `held_bytes` is what tensors take now.
 - `bandwidths`, `LaneBandwidth`: the bandwidth of each link in each direction, measured and cached for a week.
   `link_rate_bytes_per_s` measures an accelerator's link in a moment.
-- `machine`, `MachineReport`, `Place`, `Feature`: devices, tiers, bandwidths, and what works here or why not.
+- `machine`, `MachineReport`, `MeasuredPlace`, `Feature`: devices, tiers, bandwidths, and what works here or why
+  not.
   `gpu_direct_storage` checks one directory.
 - `in_rounds`, `paired_ratio`, `Ratio`: alternatives timed alternately. `provenance`: the hardware and versions of a
   measurement.
 - `ledger`, `Ledger`: bytes that PyTorch's profiler cannot see, charged by the code that holds them.
 """
 
+from penstock._deprecated import keep_old_names as _keep_old_names
 from penstock.probe._bandwidth import LaneBandwidth as LaneBandwidth
 from penstock.probe._bandwidth import bandwidths as bandwidths
 from penstock.probe._bandwidth import link_rate_bytes_per_s as link_rate_bytes_per_s
@@ -20,7 +22,7 @@ from penstock.probe._gds import gpu_direct_storage as gpu_direct_storage
 from penstock.probe._ledger import Ledger as Ledger
 from penstock.probe._ledger import ledger as ledger
 from penstock.probe._machine import MachineReport as MachineReport
-from penstock.probe._machine import Place as Place
+from penstock.probe._machine import MeasuredPlace as MeasuredPlace
 from penstock.probe._machine import machine as machine
 from penstock.probe._peak import MemoryRecording as MemoryRecording
 from penstock.probe._peak import PeakReport as PeakReport
@@ -33,3 +35,5 @@ from penstock.probe._rounds import Ratio as Ratio
 from penstock.probe._rounds import in_rounds as in_rounds
 from penstock.probe._rounds import paired_ratio as paired_ratio
 from penstock.probe._rounds import provenance as provenance
+
+_keep_old_names(__name__, {"Place": "MeasuredPlace"})

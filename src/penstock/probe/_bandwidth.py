@@ -25,11 +25,12 @@ from penstock.links import DEVICE, DISK, HOST, Link
 from penstock.probe._gds import gpu_direct_storage
 
 _EXPIRY_S = 7 * 86400
+# As the tiers' lanes: one thread with requests of 1 MiB wrote 1.9 GB/s, four with 8 MiB 6.4 (docs/design/disk-io.md).
 _REQUEST_BYTES = 8 * 2**20
+_NUM_THREADS = 4
 _SAMPLE_BYTES = 256 * 2**20
 _LINK_SAMPLE_BYTES = 16 * 2**20
 _ROUNDS = 3
-_NUM_THREADS = 4
 _MOST = 1e15
 """A bound on times since 1970 in seconds and on bytes per second; larger cached values are damaged."""
 
@@ -73,7 +74,7 @@ def bandwidths(
     known = cache.get(key)
     if (
         known
-        and {Link.named(one["lane"]) for one in known} >= _links_of_disk()
+        and {Link.named(lane["lane"]) for lane in known} >= _links_of_disk()
         and not refresh
         and all(time.time() - lane["measured_s"] < _EXPIRY_S for lane in known)
     ):
@@ -229,8 +230,8 @@ def _load_cache() -> dict[str, list[dict[str, Any]]]:  # any: JSON that somebody
             for lane in lanes:
                 bandwidth = LaneBandwidth(**lane)
                 if not all(
-                    isinstance(one, float) and 0 < one < _MOST
-                    for one in (bandwidth.measured_s, bandwidth.bandwidth_bytes_per_s)
+                    isinstance(number, float) and 0 < number < _MOST
+                    for number in (bandwidth.measured_s, bandwidth.bandwidth_bytes_per_s)
                 ):
                     return {}
                 Link.named(bandwidth.lane)  # raises if there is no such link

@@ -44,7 +44,7 @@ class Ledger:
             yield recording
         finally:
             with self._lock:
-                self._recordings = [one for one in self._recordings if one is not recording]
+                self._recordings = [other for other in self._recordings if other is not recording]
 
 
 ledger = Ledger()

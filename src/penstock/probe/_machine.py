@@ -16,7 +16,7 @@ from penstock.probe._gds import Feature, gpu_direct_storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class MeasuredPlace:
     """A device or a tier."""
 
     name: str
@@ -33,7 +33,7 @@ class Place:
 class MachineReport:
     """The result of ``machine``."""
 
-    places: tuple[Place, ...]
+    places: tuple[MeasuredPlace, ...]
     """Devices first, then tiers."""
     lanes: tuple[LaneBandwidth, ...]
     """Bandwidths per link and direction."""
@@ -58,10 +58,10 @@ def machine(
     return MachineReport(places=_devices() + _tiers(Path(directory)), lanes=lanes, features=_features(directory))
 
 
-def _devices() -> tuple[Place, ...]:
-    found = [(backend_of(device), _described(backend_of(device))) for device in accelerators()]
-    found = found or [(backend_of("cpu"), f"main memory, {os.cpu_count()} cores (no accelerator)")]
-    return tuple(_place("device", description, backend) for backend, description in found)
+def _devices() -> tuple[MeasuredPlace, ...]:
+    described = [(backend_of(device), _described(backend_of(device))) for device in accelerators()]
+    described = described or [(backend_of("cpu"), f"main memory, {os.cpu_count()} cores (no accelerator)")]
+    return tuple(_place("device", description, backend) for backend, description in described)
 
 
 def _described(backend: Backend) -> str:
@@ -69,16 +69,16 @@ def _described(backend: Backend) -> str:
     return f"{backend.device} {backend.name}{node}"
 
 
-def _place(name: str, description: str, backend: Backend) -> Place:
+def _place(name: str, description: str, backend: Backend) -> MeasuredPlace:
     free_bytes, capacity_bytes = backend.memory_bytes()
-    return Place(name=name, description=description, capacity_bytes=capacity_bytes, free_bytes=free_bytes)
+    return MeasuredPlace(name=name, description=description, capacity_bytes=capacity_bytes, free_bytes=free_bytes)
 
 
-def _tiers(directory: Path) -> tuple[Place, ...]:
+def _tiers(directory: Path) -> tuple[MeasuredPlace, ...]:
     disk = shutil.disk_usage(directory)
     kind, shown = memory_file_system(directory), str(directory.resolve())
     description = f"{shown}: memory ({kind}), not a disk" if kind else shown
-    places = [Place(name="disk", description=description, capacity_bytes=disk.total, free_bytes=disk.free)]
+    places = [MeasuredPlace(name="disk", description=description, capacity_bytes=disk.total, free_bytes=disk.free)]
     if accelerators():
         places.insert(0, _place("host", "main memory", backend_of("cpu")))
     return tuple(places)
@@ -107,8 +107,10 @@ def _direct_io(directory: str | os.PathLike[str]) -> Feature:
 
 
 def _module(name: str, purpose: str) -> Feature:
-    found = importlib.util.find_spec(name) is not None
-    return Feature(name=name, is_supported=found, reason=purpose if found else f"not installed ({purpose})")
+    is_installed = importlib.util.find_spec(name) is not None
+    return Feature(
+        name=name, is_supported=is_installed, reason=purpose if is_installed else f"not installed ({purpose})"
+    )
 
 
 def _compiler() -> Feature:

@@ -122,8 +122,10 @@ def can_record(device: torch.device | str) -> bool:
 
 def live_storages(device_type: str = "cpu") -> dict[int, StorageWeakRef]:
     """Return weak references to the storages of all tensors that Python can reach, including gradients, by identity."""
-    found: dict[int, StorageWeakRef] = {}
+    live: dict[int, StorageWeakRef] = {}
     kinds = _tensor_types()  # a process has half a million objects, and a set lookup costs a tenth of issubclass
+    # Not while other threads run: the list would refer to tuples that they are still building, and Python then cannot
+    # resize them (SystemError: bad argument to internal function).
     for thing in [thing for thing in gc.get_objects() if type(thing) in kinds]:
         tensors = [thing]
         if thing.is_leaf and thing.grad is not None:
@@ -131,8 +133,8 @@ def live_storages(device_type: str = "cpu") -> dict[int, StorageWeakRef]:
         for tensor in tensors:
             for storage in _storages(tensor):
                 if storage.device.type == device_type:
-                    found[id_of(storage)] = StorageWeakRef(storage)
-    return found
+                    live[id_of(storage)] = StorageWeakRef(storage)
+    return live
 
 
 @checked("penstock.probe.held_bytes('cuda:0')")
@@ -173,7 +175,7 @@ def giving_way(stop: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        _passive[:] = [one for one in _passive if one is not entry]
+        _passive[:] = [other for other in _passive if other is not entry]
 
 
 @contextmanager
@@ -220,6 +222,7 @@ def _record_cpu(recording: MemoryRecording, this_thread_only: bool) -> Iterator[
     assert results is not None
     recording.blocks = _blocks(results)
     changes, freed_bytes = _changes(recording.blocks, addresses)
+    # the sort is stable, so changes of one source at the same nanosecond keep their order
     merged = sorted(changes if this_thread_only else changes + charges, key=lambda change: change[0])
     held = itertools.accumulate((size for _, size in merged), initial=start)
     times = [time_ns / 1e9 for time_ns, _ in merged]

@@ -45,6 +45,7 @@ def in_rounds(
     is called with the number of the round, from 1; its time is not counted.
     """
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    # shuffled, since a way may be slower right after another one; seeded, so that a run can be repeated
     order, shuffle = list(ways), random.Random(0).shuffle  # noqa: S311
     for number in range(1, rounds + 1):
         shuffle(order)
@@ -69,10 +70,10 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
             f"`ours` and `theirs` must have a time above 0 for each round, got {len(ours)} and {len(theirs)} times: "
             "penstock.probe.paired_ratio(times['ours'], times['theirs'])"
         )
-    ratios = [one / two for one, two in zip(ours, theirs, strict=True)]
+    ratios = [ours_s / theirs_s for ours_s, theirs_s in zip(ours, theirs, strict=True)]
     choices = random.Random(0)  # noqa: S311
     medians = sorted(median(choices.choices(ratios, k=len(ratios))) for _ in range(_NUM_RESAMPLES))
-    return Ratio(median(ratios), medians[249], medians[9749])
+    return Ratio(median(ratios), medians[249], medians[9749])  # 2.5% and 97.5% of the resamples
 
 
 @checked("penstock.probe.provenance('cpu')")

@@ -51,8 +51,15 @@ class FaultyTier(Tier):
         corrupt: float = 0.0,
         wait: Callable[[], None] | None = None,
     ):
-        given = {"full": full, "write_error": write_error, "read_error": read_error, "corrupt": corrupt}
-        for name, probability in {**given, "short_write": short_write, "short_read": short_read}.items():
+        probabilities = {
+            "full": full,
+            "write_error": write_error,
+            "read_error": read_error,
+            "short_write": short_write,
+            "short_read": short_read,
+            "corrupt": corrupt,
+        }
+        for name, probability in probabilities.items():
             if probability > 1:
                 raise ValueError(f"`{name}` must be a probability from 0 to 1, got {probability}")
         self.place = inner.place
@@ -64,14 +71,7 @@ class FaultyTier(Tier):
         self._random = random.Random(seed)  # noqa: S311  # faults, not secrets
         self._lock = threading.Lock()
         self._wait = wait
-        self._probability = {
-            "full": full,
-            "write_error": write_error,
-            "read_error": read_error,
-            "short_write": short_write,
-            "short_read": short_read,
-            "corrupt": corrupt,
-        }
+        self._probability = probabilities
 
     @property
     def capacity_bytes(self) -> int:
@@ -109,23 +109,23 @@ class FaultyTier(Tier):
         """Return the file name of a piece in the inner tier."""
         return self._inner.file_name(piece)
 
-    def _write_some(self, piece: Piece, at: int, view: memoryview) -> int:
+    def _write_some(self, piece: Piece, offset: int, view: memoryview) -> int:
         if self._wait is not None:
             self._wait()
         if self._strikes("write_error"):
             raise OSError(errno.EIO, "Input/output error (injected)")
         if self._strikes("short_write"):
             view = view[: self._part(len(view))]
-        return self._inner._write_some(piece, at, view)
+        return self._inner._write_some(piece, offset, view)
 
-    def _read_some(self, piece: Piece, at: int, view: memoryview) -> int:
+    def _read_some(self, piece: Piece, offset: int, view: memoryview) -> int:
         if self._wait is not None:
             self._wait()
         if self._strikes("read_error"):
             raise OSError(errno.EIO, "Input/output error (injected)")
         if self._strikes("short_read"):
             view = view[: self._part(len(view))]
-        count = self._inner._read_some(piece, at, view)
+        count = self._inner._read_some(piece, offset, view)
         if count and self._strikes("corrupt"):
             with self._lock:
                 victim = self._random.randrange(count)

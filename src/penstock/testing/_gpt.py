@@ -36,7 +36,7 @@ class GPT(nn.Module):
         super().__init__()
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_layers))
+        self.blocks = nn.ModuleList(GPTBlock(width, num_heads) for _ in range(num_layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.checkpointed = checkpointed
@@ -50,7 +50,7 @@ class GPT(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     """A block of attention and a feed-forward layer of four times the width, each after a layer norm."""
 
     def __init__(self, width: int, num_heads: int):

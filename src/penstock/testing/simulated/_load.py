@@ -39,10 +39,10 @@ def why_not() -> str | None:
     if not sys.platform.startswith("linux"):
         return "it needs Linux"
     if find_cpp_compiler() is None:
-        return "no C++ compiler was found (c++, g++ or clang++ on the path, or `$CXX`)"
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is not None and found.type != NAME:
-        return f"this machine has a real accelerator, {found.type!r}"
+        return "no C++ compiler was accelerator (c++, g++ or clang++ on the path, or `$CXX`)"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and accelerator.type != NAME:
+        return f"this machine has a real accelerator, {accelerator.type!r}"
     return None
 
 
@@ -130,8 +130,8 @@ def _module(compiled: Any) -> types.ModuleType:
         "set_rng_state": lambda state, device=None: generator(device).set_state(state),
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
         "is_bf16_supported": lambda *_: True,
-        "device": _Device,
-        "_DeviceGuard": _Device,
+        "device": _CurrentDevice,
+        "_DeviceGuard": _CurrentDevice,
         "register_host_memory": compiled.register_host,
         "unregister_host_memory": compiled.unregister_host,
     }
@@ -145,7 +145,7 @@ def _on_stream(stream: torch.Stream | None) -> AbstractContextManager[Any]:
     return nullcontext() if stream is None else stream
 
 
-class _Device:
+class _CurrentDevice:
     """A context manager that makes a device current."""
 
     def __init__(self, device: torch.device | str | int | None):
