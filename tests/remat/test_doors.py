@@ -892,7 +892,7 @@ def test_dynamo_compiles_nothing_in_other_threads_while_a_graph_is_captured(monk
 
     from penstock.remat import _piece
 
-    acquired, capture = [], _piece.Piece._capture
+    acquired, capture = [], _piece.GraphPiece._capture
 
     def captured(*arguments):
         thread = threading.Thread(target=lambda: acquired.append(convert_frame.compile_lock.acquire(blocking=False)))
@@ -900,7 +900,7 @@ def test_dynamo_compiles_nothing_in_other_threads_while_a_graph_is_captured(monk
         thread.join()
         capture(*arguments)
 
-    monkeypatch.setattr(_piece.Piece, "_capture", captured)
+    monkeypatch.setattr(_piece.GraphPiece, "_capture", captured)
     remat.compile(make("plain", num_blocks=1), budget="64MiB")(batch(2)).backward()
     assert acquired == [False]
 

@@ -11,7 +11,7 @@ from problems import chain, problems, random_problem
 
 from penstock.errors import BudgetError, InternalError
 from penstock.remat import Decision, RematProblem, _simulate, _space, pareto, plan, smallest_budget_bytes, verify
-from penstock.remat._simulate import Graph, simulate, simulate_slowly
+from penstock.remat._simulate import FlatProblem, simulate, simulate_slowly
 from penstock.remat._verify import live_bytes
 
 many = settings(deadline=None, max_examples=100, database=None)
@@ -32,7 +32,7 @@ def test_the_compiled_simulation_equals_the_one_in_python(seed, gap):
     problem = random_problem(seed)
     if not problem.can_swap:
         problem = replace(problem, out_bandwidth_bytes_per_s=50.0)
-    graph = Graph(problem, gap)
+    graph = FlatProblem(problem, gap)
     decisions = np.random.default_rng(seed).integers(0, 5, len(problem.storages)).astype(np.uint8)
     slow, fast = simulate_slowly(graph, decisions), simulate(graph, decisions)
     assert (slow is None) == (fast is None)
@@ -104,7 +104,7 @@ def test_recomputation_is_near_the_best_of_all_decisions(seed):
     forward = [index for index, one in enumerate(problem.storages) if one.producer < 4 and not one.is_output]
     if len(forward) > 7:
         pytest.skip("too many to try")
-    graph = Graph(problem)
+    graph = FlatProblem(problem)
     free = [one for one in forward if not problem.operators[problem.storages[one].producer].must_run_once]
     outcomes = []
     for choice in itertools.product([0, 1, 2], repeat=len(free)):

@@ -5,16 +5,16 @@ from collections.abc import Sequence
 from torch import nn
 
 from penstock.remat._calls import Done
-from penstock.remat._capture import Captured
+from penstock.remat._capture import JointGraph
 from penstock.remat._optimizer import optimizer_state_bytes
-from penstock.remat._settings import Settings
+from penstock.remat._settings import PlanSettings
 from penstock.units import parse_bytes
 
 
 class Beside:
     """The bytes of a step that no plan of its graphs has in it."""
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: PlanSettings):
         self._settings = settings
         self.modules: tuple[nn.Module, ...] = ()
         """Known modules of the step. Their parameters count even if only the eager rest uses them."""
@@ -68,6 +68,6 @@ class Beside:
         return found
 
 
-def in_every_call(captured: Captured) -> int:
+def in_every_call(captured: JointGraph) -> int:
     """Return the bytes that each call of a graph takes in addition to its plan."""
     return captured.changed_bytes + captured.generator_state_bytes

@@ -9,7 +9,7 @@ from torch import fx, nn
 from penstock.remat import _capture
 from penstock.remat._piece import Call, Variant, storage_of, weak_storage
 from penstock.remat._plan import RematPlan
-from penstock.remat._together import Link
+from penstock.remat._together import GraphLink
 from penstock.remat._verify import live_bytes
 
 
@@ -60,9 +60,9 @@ class Statics:
                 self.others[key] = size_bytes
 
 
-def links_of(step: Sequence[Done]) -> list[Link]:
+def links_of(step: Sequence[Done]) -> list[GraphLink]:
     """Return which results of the step's graphs were arguments of later graphs."""
-    links: list[Link] = []
+    links: list[GraphLink] = []
     made: dict[int, tuple[int, int]] = {}
     for target, done in enumerate(step):
         captured = done.variant.captured
@@ -70,7 +70,9 @@ def links_of(step: Sequence[Done]) -> list[Link]:
         for at, key in enumerate(done.statics.storages):
             if key in made:
                 source, storage = made[key]
-                links.append(Link(source=source, storage=storage, target=target, gradient=_gradient_of(captured, at)))
+                links.append(
+                    GraphLink(source=source, storage=storage, target=target, gradient=_gradient_of(captured, at))
+                )
         for node, (key, _) in zip(captured.forward_outputs, done.results, strict=True):
             storage_number = captured.storage_of.get(node) if isinstance(node, fx.Node) else None
             if key and storage_number is not None:
@@ -78,7 +80,7 @@ def links_of(step: Sequence[Done]) -> list[Link]:
     return links
 
 
-def _gradient_of(captured: _capture.Captured, argument: int) -> int | None:
+def _gradient_of(captured: _capture.JointGraph, argument: int) -> int | None:
     node = captured.gradients[argument] if argument < len(captured.gradients) else None
     return captured.storage_of.get(node) if isinstance(node, fx.Node) else None
 

@@ -31,7 +31,7 @@ _DEPEND_ON_STRIDES = (torch.ops.aten.as_strided.default, torch.ops.aten._reshape
 
 
 @dataclass(slots=True)
-class Captured:
+class JointGraph:
     """A joint graph, with the nodes that represent the operators and storages of the problem."""
 
     graph: fx.Graph
@@ -96,10 +96,10 @@ class Captured:
         return [node for node in self.gradients if isinstance(node, fx.Node)]
 
 
-def read(graph: fx.Graph, num_forward_outputs: int) -> Captured:
+def read(graph: fx.Graph, num_forward_outputs: int) -> JointGraph:
     """Sort the nodes of a joint graph. Raise ``CaptureError`` for nodes that cannot be planned."""
     _correct_norms(graph)
-    captured = Captured(graph=graph, num_forward_outputs=num_forward_outputs)
+    captured = JointGraph(graph=graph, num_forward_outputs=num_forward_outputs)
     owners: dict[int, int] = {}
     static: dict[int, int] = {}
     forward: list[fx.Node] = []
@@ -239,7 +239,7 @@ def keeps_graph() -> bool:
 
 
 def problem_of(
-    captured: Captured, durations_s: Sequence[float], workspaces: Sequence[int], **lanes: Any
+    captured: JointGraph, durations_s: Sequence[float], workspaces: Sequence[int], **lanes: Any
 ) -> RematProblem:
     """Return the problem of a captured graph with measured operators.
 
@@ -290,7 +290,7 @@ def problem_of(
     return RematProblem(operators=operators, num_forward=captured.num_forward, storages=storages, **lanes)
 
 
-def costs_of(captured: Captured, profile: RematProblem) -> tuple[list[float], list[int]] | None:
+def costs_of(captured: JointGraph, profile: RematProblem) -> tuple[list[float], list[int]] | None:
     """Return times and workspaces from a problem of the same operators; ``None`` if the operators differ."""
     if [_target(call) for call in captured.calls] != [one.target for one in profile.operators]:
         return None
@@ -380,7 +380,7 @@ def _last_of_group(node: fx.Node) -> fx.Node:
     return node
 
 
-def _place_input(captured: Captured, node: fx.Node) -> None:
+def _place_input(captured: JointGraph, node: fx.Node) -> None:
     if "tangents" in node.name:
         captured.tangents.append(node)
     elif "primals" in node.name:
@@ -389,7 +389,7 @@ def _place_input(captured: Captured, node: fx.Node) -> None:
         raise CaptureError(f"the captured graph has the input {node.name}, which cannot be planned")
 
 
-def _changed(captured: Captured) -> set[fx.Node]:
+def _changed(captured: JointGraph) -> set[fx.Node]:
     """Return the changed primals, found by AOTAutograd's descriptions of inputs and outputs."""
     descriptions = _output_of(captured.graph).meta.get("desc") or []
     changed = [getattr(one, "mutated_input", None) for one in descriptions]
@@ -470,7 +470,7 @@ def _values_of(call: fx.Node) -> list[fx.Node]:
     return [call]
 
 
-def _read_by(captured: Captured, call: fx.Node) -> list[int]:
+def _read_by(captured: JointGraph, call: fx.Node) -> list[int]:
     return [captured.storage_of[node] for node in call.all_input_nodes if node in captured.storage_of]
 
 

@@ -7,10 +7,12 @@ from penstock.remat._lanes import lane_rates
 from penstock.remat._piece import Variant
 from penstock.remat._problem import RematProblem
 from penstock.remat._profile import Costs, ModelledCosts
-from penstock.remat._settings import Settings
+from penstock.remat._settings import PlanSettings
 
 
-def describe(variant: Variant, settings: Settings, costs: Costs | ModelledCosts, standing_bytes: int) -> RematProblem:
+def describe(
+    variant: Variant, settings: PlanSettings, costs: Costs | ModelledCosts, standing_bytes: int
+) -> RematProblem:
     """Return the problem of a captured graph alone, with measured operators.
 
     ``standing_bytes`` are bytes that exist between steps too.

@@ -70,7 +70,7 @@ def tracing_a_step(*, as_eager: bool = True, has_rest: bool = False) -> Iterator
     changes: dict[tuple[Any, str], Any] = {(dynamo_config, name): value for name, value in settings.items()}
     others: dict[tuple[Any, str], Any] = {(kind, "forward"): one for kind, one in _packed.forwards(outside).items()}
     others[gate, "may_trace"] = True
-    of_config = _of_thread.of_pytorch if _has_settings_per_thread() else _of_pytorch
+    of_config = _config_of_thread.of_pytorch if _has_settings_per_thread() else _of_pytorch
     answers = tracing_state_functions()
     asked = [one for one in answers if getattr(one, "__name__", "") in _ASKED] if as_eager else []
     told = dict.fromkeys([*asked, torch.cuda.is_current_stream_capturing], False)
@@ -130,12 +130,12 @@ class _OfPyTorch:
 _of_pytorch = _OfPyTorch()
 
 
-class _OfThread(threading.local):
+class _ConfigOfThread(threading.local):
     def __init__(self) -> None:
         self.of_pytorch = _OfPyTorch()
 
 
-_of_thread = _OfThread()
+_config_of_thread = _ConfigOfThread()
 
 
 def is_untested() -> bool:
@@ -180,12 +180,12 @@ def own_calls() -> None:
     from torch._dynamo.repro.after_dynamo import WrapBackendDebug
 
     wrapper: Any = torch._TorchCompileWrapper  # type: ignore[attr-defined]
-    if not isinstance(vars(wrapper).get(_CONTEXT), _Context):
-        setattr(wrapper, _CONTEXT, _Context(_context_of_ours))
-        setattr(WrapBackendDebug, _CONTEXT, _Context(_context_of_wrapped))
+    if not isinstance(vars(wrapper).get(_CONTEXT), _ContextAttribute):
+        setattr(wrapper, _CONTEXT, _ContextAttribute(_context_of_ours))
+        setattr(WrapBackendDebug, _CONTEXT, _ContextAttribute(_context_of_wrapped))
 
 
-class _Context:
+class _ContextAttribute:
     """An attribute that instances may override.
 
     What a backend sets on itself takes precedence.

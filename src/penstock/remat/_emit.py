@@ -14,7 +14,7 @@ from torch import fx
 from penstock.errors import InternalError
 from penstock.remat import _accumulate, _swap
 from penstock.remat._as_eager import function_of
-from penstock.remat._capture import Captured, accumulate, device_of, is_random, is_view, taken_from, tensors_of
+from penstock.remat._capture import JointGraph, accumulate, device_of, is_random, is_view, taken_from, tensors_of
 from penstock.remat._plan import RematPlan
 from penstock.remat._problem import RematProblem
 from penstock.remat._ticket import TICKET_BYTES
@@ -28,7 +28,7 @@ SLOTS = "penstock_slots"
 
 
 def emit(
-    captured: Captured, problem: RematProblem, plan: RematPlan, owner: torch.nn.Module, tiers: int | None
+    captured: JointGraph, problem: RematProblem, plan: RematPlan, owner: torch.nn.Module, tiers: int | None
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Return forward and backward as AOTAutograd expects them. Forward also returns the first arguments of backward.
 
@@ -49,7 +49,7 @@ class _Side:
 
 class _Emitter:
     def __init__(
-        self, captured: Captured, problem: RematProblem, plan: RematPlan, owner: torch.nn.Module, tiers: int | None
+        self, captured: JointGraph, problem: RematProblem, plan: RematPlan, owner: torch.nn.Module, tiers: int | None
     ):
         self.captured, self.problem, self.plan, self.owner, self.tiers = captured, problem, plan, owner, tiers
         self.forward, self.backward = _Side(), _Side()

@@ -3,28 +3,21 @@
 from penstock.remat import _aot, _swap
 from penstock.remat._debug import checked
 from penstock.remat._emit import SLOTS, emit
-from penstock.remat._piece import Variant
+from penstock.remat._piece import PlannedHalves, Variant
 from penstock.remat._plan import RematPlan
-from penstock.remat._settings import Settings
-from penstock.remat._trial import Trial
-
-
-class PlannedHalves:
-    """Forward and backward of a graph by one plan."""
-
-    def __init__(self, plan: RematPlan, forward: _aot.Runner, backward: _aot.Runner):
-        self.plan, self.forward, self.backward = plan, forward, backward
+from penstock.remat._settings import PlanSettings
+from penstock.remat._trial import CompiledPlan
 
 
 class Emitter:
     """A maker of halves for one step."""
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: PlanSettings):
         self._settings = settings
         self.tiers: _swap.Tiers | None = None
         """The tiers of swaps, once a plan has some."""
-        self.trials: list[Trial] = []
-        """Trials of plans that Inductor has to compile."""
+        self.trials: list[CompiledPlan] = []
+        """Plans that Inductor has to compile, each of which is tried once."""
 
     def halves(self, variant: Variant, made: RematPlan, allowed_bytes: int) -> PlannedHalves:
         """Return both halves of a variant by a plan for it.
@@ -41,7 +34,7 @@ class Emitter:
             return PlannedHalves(made, *runners)
         runners = [_aot.boxed(forward), _aot.boxed(backward)]
         if self._settings.compiler == "inductor":
-            trial = Trial(forward, backward, captured.num_forward_outputs, allowed_bytes, problem)
+            trial = CompiledPlan(forward, backward, captured.num_forward_outputs, allowed_bytes, problem)
             self.trials.append(trial)
             runners = [trial.runner(one, is_backward=bool(at)) for at, one in enumerate(runners)]
         return PlannedHalves(made, *runners)

@@ -47,12 +47,16 @@ _MAX_EMITTED = 8
 """Limit of one variant's plans that are kept as graphs."""
 
 
-class Halves(Protocol):
+@dataclass(frozen=True, slots=True)
+class PlannedHalves:
     """Forward and backward of a variant by one plan."""
 
     plan: RematPlan
+    """The plan for which they were emitted."""
     forward: _aot.Runner
+    """Forward, which returns what it saves after its results."""
     backward: _aot.Runner
+    """Backward, which takes what forward saved and the gradients of the results."""
 
 
 class Owner(Protocol):
@@ -63,7 +67,7 @@ class Owner(Protocol):
     has_rest: bool
     """Whether graphs that cannot be captured may run eagerly."""
 
-    pieces: "list[Piece]"
+    pieces: "list[GraphPiece]"
     """All graphs."""
     num_calls: int
     """Number of calls of what was compiled, so far."""
@@ -87,14 +91,14 @@ class Owner(Protocol):
     def describe(self, variant: "Variant") -> RematProblem:
         """Measure the operators of a captured variant."""
 
-    def emitted(self, variant: "Variant", plan: RematPlan) -> Halves:
+    def emitted(self, variant: "Variant", plan: RematPlan) -> PlannedHalves:
         """Return both halves of a variant by a plan for it."""
 
 
 class Call:
     """One forward whose backward may come. It ends with the last ticket that refers to it."""
 
-    def __init__(self, halves: Halves, plan: RematPlan, when_over: Callable[["Call"], None]):
+    def __init__(self, halves: PlannedHalves, plan: RematPlan, when_over: Callable[["Call"], None]):
         self.halves = halves
         self.plan = plan
         """The plan that it follows. The halves may have been made for another plan with the same decisions."""
@@ -156,10 +160,10 @@ class _Handed:
 class Variant:
     """A graph for one kind of arguments."""
 
-    piece: "Piece"
+    piece: "GraphPiece"
     run: Callable[..., Any] = field(init=False)
     """The function that AOTAutograd made of it."""
-    captured: _capture.Captured | None = None
+    captured: _capture.JointGraph | None = None
     """The captured graph; ``None`` if nothing requires gradients."""
     joint: fx.GraphModule | None = None
     """The module that has the attributes to which the captured graph refers."""
@@ -179,12 +183,12 @@ class Variant:
     """Whether it could not be captured, and runs eagerly."""
     recipes: "list[Recipe]" = field(default_factory=list)
     """Recipes kept alive for the operators that are captured whole."""
-    halves: dict[tuple[Decision, ...], Halves] = field(default_factory=dict)
-    """Halves by decisions, the most recently used last."""
+    halves: dict[tuple[Decision, ...], PlannedHalves] = field(default_factory=dict)
+    """Both halves by decisions, the most recently used last."""
     leanest: RematPlan | None = None
     """The plan that leaves the fewest bytes for backward, once it was needed."""
 
-    def emitted(self, plan: RematPlan) -> Halves:
+    def emitted(self, plan: RematPlan) -> PlannedHalves:
         """Return both halves by ``plan``."""
         made = self.halves.pop(plan.decisions, None) or self.piece.owner.emitted(self, plan)
         self.halves[plan.decisions] = made
@@ -241,7 +245,7 @@ def _backward(arguments: list[Any]) -> Any:
                 handed.call.over()
 
 
-class Piece:
+class GraphPiece:
     """A graph of Dynamo's. A call runs the variant for its arguments, which is made if there is none yet."""
 
     def __init__(self, owner: Owner, module: fx.GraphModule, break_reason: str):

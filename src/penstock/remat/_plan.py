@@ -23,7 +23,7 @@ from penstock.remat._problem import Decision, Method, RematProblem
 from penstock.remat._refine import MIN_STARTS, given_back, refined, relaxed
 from penstock.remat._repair import lowest, repaired
 from penstock.remat._seeds import seeds
-from penstock.remat._simulate import Graph, simulate
+from penstock.remat._simulate import FlatProblem, simulate
 from penstock.remat._space import Candidate, Decisions, Space
 from penstock.units import format_bytes
 
@@ -107,7 +107,7 @@ def lowest_plan(problem: RematProblem, *, method: Method = "hybrid") -> RematPla
 
 def plan_of(problem: RematProblem, decisions: Sequence[Decision]) -> RematPlan:
     """Return the plan of these decisions, one per storage. Raise ``InternalError`` if they recompute endlessly."""
-    return _finished(Graph(problem), np.array(decisions, dtype=np.uint8))
+    return _finished(FlatProblem(problem), np.array(decisions, dtype=np.uint8))
 
 
 @checked("penstock.remat.pareto(problem, [4 * 2**30, 6 * 2**30])")
@@ -174,7 +174,7 @@ def _adapted(problem: RematProblem, budget_bytes: int, method: Method, like: Seq
     return _finished(space.graph, best.decisions)
 
 
-def _finished(graph: Graph, decisions: Decisions) -> RematPlan:
+def _finished(graph: FlatProblem, decisions: Decisions) -> RematPlan:
     static_bytes = graph.problem.static_bytes
     keep_all = simulate(graph, np.zeros(graph.num_storages, dtype=np.uint8))
     simulation = simulate(graph, decisions)

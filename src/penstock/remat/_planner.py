@@ -14,7 +14,7 @@ from penstock.remat._piece import Call, Variant
 from penstock.remat._plan import RematPlan, leanest_plan, lowest_plan, plan, plan_of
 from penstock.remat._problem import RematProblem
 from penstock.remat._sequences import Known, Sequences, joined
-from penstock.remat._settings import Settings
+from penstock.remat._settings import PlanSettings
 from penstock.remat._share import WITHOUT_LIMIT, Share
 from penstock.remat._together import merged, plans_of
 from penstock.remat._verify import verify
@@ -52,7 +52,7 @@ class Step(threading.local):
 class Planner:
     """The plans of one step's graphs, within its share of the budget."""
 
-    def __init__(self, settings: Settings, beside: Beside, share: Share):
+    def __init__(self, settings: PlanSettings, beside: Beside, share: Share):
         self.planned: list[Planned] = []
         """Plans in the order in which they were made; only the latest, if there are very many."""
         self.num_planned = 0

@@ -25,7 +25,7 @@ from penstock.machines import Machine, counted_flops
 from penstock.probe import can_record, peak_bytes, record_memory
 from penstock.remat import _whole
 from penstock.remat._as_eager import function_of
-from penstock.remat._capture import Captured, device_of, taken_from, tensors_of
+from penstock.remat._capture import JointGraph, device_of, taken_from, tensors_of
 from penstock.storages import storage_id
 from penstock.tiers import generators_held
 
@@ -56,7 +56,7 @@ class Costs:
         self._exact: dict[Any, tuple[float, int]] = {None: (0.0, 0)}  # any: keys are nested
         self._samples: dict[Any, list[_Sample]] = {}
 
-    def measure(self, captured: Captured) -> tuple[list[float], list[int], bool]:
+    def measure(self, captured: JointGraph) -> tuple[list[float], list[int], bool]:
         """Return seconds and workspace bytes of each operator, in order, and whether some times were only scaled."""
         keys = [None if call.op == "placeholder" else _key(call) for call in captured.calls]
         fresh = {
@@ -101,7 +101,7 @@ class ModelledCosts(Costs):
         super().__init__()
         self._machine = machine
 
-    def measure(self, captured: Captured) -> tuple[list[float], list[int], bool]:
+    def measure(self, captured: JointGraph) -> tuple[list[float], list[int], bool]:
         seconds = [0.0 if call.op == "placeholder" else self._seconds(call) for call in captured.calls]
         return seconds, [0] * len(seconds), False
 

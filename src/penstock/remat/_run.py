@@ -22,7 +22,7 @@ from penstock.remat._explain import Planned
 from penstock.remat._piece import RehearsalOver
 from penstock.remat._problem import Method, RematProblem
 from penstock.remat._session import Session
-from penstock.remat._settings import Settings, Size
+from penstock.remat._settings import PlanSettings, Size
 from penstock.remat._warn import warn
 from penstock.tiers import gate, generators_held
 
@@ -232,7 +232,7 @@ def optimize(
         example = "penstock.remat.optimize(step, [batch], budget='6GiB')"
         raise must_be("step", "a module or a function", step, example)
     session = Session(
-        Settings(
+        PlanSettings(
             budget=budget,
             optimizer=optimizer,
             reserve=reserve,

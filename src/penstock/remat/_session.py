@@ -24,13 +24,13 @@ from penstock.remat._beside import Beside, in_every_call
 from penstock.remat._calls import Done, Statics
 from penstock.remat._describe import describe
 from penstock.remat._explain import NOTHING_PLANNED, Planned
-from penstock.remat._halves import Emitter, PlannedHalves
-from penstock.remat._piece import Call, Piece, RehearsalOver, Variant
+from penstock.remat._halves import Emitter
+from penstock.remat._piece import Call, GraphPiece, PlannedHalves, RehearsalOver, Variant
 from penstock.remat._plan import RematPlan
 from penstock.remat._planner import Planner, Step
 from penstock.remat._problem import RematProblem
 from penstock.remat._profile import Costs, ModelledCosts
-from penstock.remat._settings import Settings
+from penstock.remat._settings import PlanSettings
 from penstock.remat._share import Share
 from penstock.remat._warn import warn
 
@@ -47,7 +47,7 @@ class Session:
     `Planner`, `Emitter` and the thread's `Step`.
     """
 
-    def __init__(self, settings: Settings, *, is_one_graph: bool = False, options: object = None):
+    def __init__(self, settings: PlanSettings, *, is_one_graph: bool = False, options: object = None):
         self.settings = settings
         self.options = options
         """Options, as the user gave them to ``torch.compile``."""
@@ -57,7 +57,7 @@ class Session:
         """Whether code that cannot be captured may run eagerly."""
         self.is_rehearsing = False
         """Whether forward stops before its first operator, because only the plan is wanted."""
-        self.pieces: list[Piece] = []
+        self.pieces: list[GraphPiece] = []
         self.num_calls = 0
         """Number of calls of what was compiled, so far."""
         self.has_warned_of_pieces = False
@@ -84,7 +84,7 @@ class Session:
     def take(self, module: fx.GraphModule) -> Callable[..., Any]:
         """Take a graph of Dynamo's, and return its runner. PyTorch keeps the runner forever, so it holds nothing."""
         _dynamo.warn_if_untested()
-        piece = Piece(self, module, _dynamo.break_after(module))
+        piece = GraphPiece(self, module, _dynamo.break_after(module))
         self.pieces.append(piece)
         held = weakref.ref(piece)
 

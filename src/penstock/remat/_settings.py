@@ -15,7 +15,7 @@ _EXAMPLE = "penstock.remat.compile(model, budget='6GiB')"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class PlanSettings:
     """Settings with which a step is planned."""
 
     budget: Size | float | tiers.Budget | None

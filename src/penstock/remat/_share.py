@@ -6,7 +6,7 @@ from dataclasses import replace
 from penstock import tiers
 from penstock.remat._plan import RematPlan, plan_of
 from penstock.remat._problem import Decision, RematProblem
-from penstock.remat._settings import Settings
+from penstock.remat._settings import PlanSettings
 from penstock.tiers import Charges, Footprint
 
 WITHOUT_LIMIT = 2**62
@@ -16,7 +16,7 @@ WITHOUT_LIMIT = 2**62
 class Share:
     """The bytes that a step may take and that it has charged."""
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: PlanSettings):
         self._settings = settings
         self._charges: Charges | None = None
         self._footprint = Footprint()

@@ -49,7 +49,7 @@ class Simulation:
     """Per storage, the slot at which its copy back begins; -1 if it does not leave."""
 
 
-class Graph:
+class FlatProblem:
     """A problem as flat arrays."""
 
     def __init__(self, problem: RematProblem, gap: int = 64):
@@ -91,7 +91,7 @@ class Graph:
 class _Rows:
     """A graph as lists, which Python reads several times faster than arrays, plus what no decision changes."""
 
-    def __init__(self, graph: Graph):
+    def __init__(self, graph: FlatProblem):
         self.inputs, self.outputs = graph.inputs, graph.outputs
         self.producers: list[int] = graph.producers.tolist()
         self.sizes: list[int] = graph.sizes.tolist()
@@ -152,18 +152,18 @@ class _CResult(ctypes.Structure):
     )
 
 
-def simulate(graph: Graph, decisions: NDArray[np.uint8]) -> Simulation | None:
+def simulate(graph: FlatProblem, decisions: NDArray[np.uint8]) -> Simulation | None:
     """Simulate the step with a ``Decision`` for every storage; ``None`` if it recomputes endlessly."""
     library = load("remat")
     return simulate_slowly(graph, decisions) if library is None else _simulate_compiled(library, graph, decisions)
 
 
-def simulate_slowly(graph: Graph, decisions: NDArray[np.uint8]) -> Simulation | None:
+def simulate_slowly(graph: FlatProblem, decisions: NDArray[np.uint8]) -> Simulation | None:
     """Simulate the step in Python: the reference, and the only way without compiled libraries."""
-    return _Player(graph, decisions).play()
+    return _StepPlayer(graph, decisions).play()
 
 
-def _simulate_compiled(library: ctypes.CDLL, graph: Graph, decisions: NDArray[np.uint8]) -> Simulation | None:
+def _simulate_compiled(library: ctypes.CDLL, graph: FlatProblem, decisions: NDArray[np.uint8]) -> Simulation | None:
     capacity = MAX_RECOMPUTE_FACTOR * graph.num_operators
     buffers = graph.buffers
     if buffers is None:
@@ -189,7 +189,7 @@ def _simulate_compiled(library: ctypes.CDLL, graph: Graph, decisions: NDArray[np
 class _Buffers:
     """Inputs and outputs of the compiled simulation. The results of one call are valid until the next."""
 
-    def __init__(self, graph: Graph, capacity: int):
+    def __init__(self, graph: FlatProblem, capacity: int):
         self.slots = np.empty(capacity + graph.num_operators + 1, dtype=np.int32)
         self.live = np.empty(capacity + graph.num_operators + 2, dtype=np.int64)
         self.decisions = np.empty(graph.num_storages, dtype=np.uint8)
@@ -209,10 +209,10 @@ class _Buffers:
         self.arguments = (*given, *written, ctypes.byref(self.result))
 
 
-class _Player:
+class _StepPlayer:
     """One simulation in Python. It uses plain lists and numbers, since the planner runs tens of thousands of them."""
 
-    def __init__(self, graph: Graph, decisions: NDArray[np.uint8]):
+    def __init__(self, graph: FlatProblem, decisions: NDArray[np.uint8]):
         self.graph, self.rows = graph, graph.rows
         self.decisions: list[int] = decisions.tolist()
         forward = graph.producers < graph.num_forward

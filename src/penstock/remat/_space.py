@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.remat._problem import Decision, Method, RematProblem
-from penstock.remat._simulate import Graph, Simulation, simulate
+from penstock.remat._simulate import FlatProblem, Simulation, simulate
 
 MIN_SWAP_BYTES = 64 * 1024
 """Size below which storages are not worth a request."""
@@ -40,7 +40,7 @@ class Tries:
 class Space:
     """The choices for one problem: which storages may be recomputed, and which swapped. Nothing in it changes."""
 
-    graph: Graph
+    graph: FlatProblem
     """The problem as arrays."""
     allows_recompute: bool
     """Whether the method may recompute at all."""
@@ -56,7 +56,7 @@ class Space:
     @staticmethod
     def of(problem: RematProblem, method: Method) -> "Space":
         """Return the choices that ``method`` has."""
-        graph = Graph(problem)
+        graph = FlatProblem(problem)
         allows_recompute = method != "swap"
         allows_swap = method != "recompute" and problem.can_swap
         forward = graph.producers < problem.num_forward

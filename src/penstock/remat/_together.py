@@ -14,7 +14,7 @@ from penstock.remat._problem import Operator, RematProblem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class GraphLink:
     """A result of one graph that is an argument of a later one."""
 
     source: int
@@ -27,7 +27,7 @@ class Link:
     """The storage of its gradient, in the target's problem; ``None`` if it has none of its own."""
 
 
-def merged(problems: Sequence[RematProblem], links: Sequence[Link], static_bytes: int) -> RematProblem:
+def merged(problems: Sequence[RematProblem], links: Sequence[GraphLink], static_bytes: int) -> RematProblem:
     """Merge the problems into one.
 
     If there are several, nothing is swapped: lanes would run beyond a graph's end.

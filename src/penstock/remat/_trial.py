@@ -21,7 +21,7 @@ from penstock.tiers import generators_held
 from penstock.units import format_bytes
 
 
-class Trial:
+class CompiledPlan:
     """Forward and backward of one plan, compiled. They run node by node until a step has kept within the plan's bytes.
 
     The trial is a step of its own, on the arguments of the first. Its gradients are discarded and generators restored.

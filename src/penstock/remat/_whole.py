@@ -92,7 +92,7 @@ class Recipe:
     """Arguments as a flat list, without the tensors."""
     places: list[int]
     """Positions of the tensors in that list."""
-    kind: "_Kind"
+    kind: "_WholeKind"
     needs_gradient: tuple[bool, ...] = ()
     """Per tensor, whether it needs a gradient."""
     are_leaves: tuple[bool, ...] = ()
@@ -131,7 +131,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _WholeKind:
     """A kind of function that is kept whole."""
 
     is_random: Callable[[fx.Node], bool]
@@ -147,7 +147,7 @@ class _Call:
     def __init__(
         self,
         function: Callable[..., Any],
-        kind: _Kind,
+        kind: _WholeKind,
         recipes: list[Recipe],
         *,
         is_random: bool,
@@ -225,7 +225,7 @@ class _Function(torch.autograd.Function):
 class _Graph:
     """The autograd graph of one forward."""
 
-    def __init__(self, recipe: Recipe, saved: "_Saved", begins: list[Any], ends: list[Any]):
+    def __init__(self, recipe: Recipe, saved: "_SavedTensors", begins: list[Any], ends: list[Any]):
         self.recipe, self.saved = recipe, saved
         self.begins = begins
         """Edges at which gradients of inputs come out."""
@@ -254,7 +254,7 @@ class _Graph:
                 self.saved.now = {}
 
 
-class _Saved:
+class _SavedTensors:
     """Tensors that an autograd graph saved.
 
     The graph refers to this object, so it must not refer to the graph: both would leak.
@@ -318,7 +318,7 @@ class _Token:
         return base.as_strided(shape, stride, base.storage_offset() + offset)
 
 
-class _Entry(torch.autograd.Function):
+class _EnterGraph(torch.autograd.Function):
     """An operator through which a tensor enters the graph.
 
     The node of a leaf holds the leaf; this node holds nothing.
@@ -341,13 +341,13 @@ def _entry(anchor: torch.Tensor, tensor: torch.Tensor, *, is_leaf: bool) -> torc
     """
     if is_leaf:
         return tensor.detach().requires_grad_()
-    return cast("torch.Tensor", _Entry.apply(anchor, tensor))  # type: ignore[no-untyped-call]
+    return cast("torch.Tensor", _EnterGraph.apply(anchor, tensor))  # type: ignore[no-untyped-call]
 
 
 def run_forward(number: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Run forward, and return the outputs and a ticket for the graph."""
     recipe = _recipes[number]
-    saved = _Saved(inputs)
+    saved = _SavedTensors(inputs)
     edge = torch.autograd.graph.get_gradient_edge
     with torch.enable_grad():
         anchor = torch.zeros((), requires_grad=True)
@@ -474,7 +474,7 @@ def _example(like: torch.Tensor) -> torch.Tensor:
     return made.uniform_(-0.1, 0.1) if made.is_floating_point() else made.fill_(1)
 
 
-def _hidden_at(kind: _Kind, arguments: Sequence[Any]) -> int | None:
+def _hidden_at(kind: _WholeKind, arguments: Sequence[Any]) -> int | None:
     """Return the index of the hidden states, for an RNN that may run layer by layer; else ``None``."""
     if kind.data_at is None:
         return None
@@ -530,16 +530,19 @@ def _as_it_is(*_: Any) -> None:
 _METHODS: dict[str, Callable[..., Any]] = {"prod": torch.prod, "cumprod": torch.cumprod}
 """Functions that are also methods of tensors."""
 
-_KINDS: dict[Any, _Kind] = {
-    **{function: _Kind(_drops, _fill_rnn, 0) for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
-    _packed.PACKED_RNN: _Kind(_drops, _fill_packed_rnn, 1),
-    **{function: _Kind(_nothing, _as_it_is) for function in _METHODS.values()},
-    torch.ctc_loss: _Kind(_nothing, _fill_ctc),
-    torch.nn.functional.ctc_loss: _Kind(_nothing, _fill_ctc),
+_KINDS: dict[Any, _WholeKind] = {
+    **{
+        function: _WholeKind(_drops, _fill_rnn, 0)
+        for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+    },
+    _packed.PACKED_RNN: _WholeKind(_drops, _fill_packed_rnn, 1),
+    **{function: _WholeKind(_nothing, _as_it_is) for function in _METHODS.values()},
+    torch.ctc_loss: _WholeKind(_nothing, _fill_ctc),
+    torch.nn.functional.ctc_loss: _WholeKind(_nothing, _fill_ctc),
 }
 
 
-def _kind_of(node: fx.Node) -> _Kind | None:
+def _kind_of(node: fx.Node) -> _WholeKind | None:
     if node.op == "call_method" and node.target in _METHODS:
         return _KINDS[_METHODS[str(node.target)]]
     return _KINDS.get(node.target) if node.op == "call_function" else None
