@@ -11,6 +11,7 @@ import pytest
 from penstock.errors import InternalError, PenstockWarning
 from penstock.native import _build, can_compile, compile_source, find_compiler, load, tell_what_is_slower
 from penstock.native._compiler import FLAGS, compile_to
+from penstock.remat._decision import NUMBERS_OF_C
 
 SOURCE = "int answer(void) {{ return {}; }}\n"
 
@@ -158,4 +159,4 @@ def test_a_cache_that_cannot_be_written_is_replaced_for_this_process(monkeypatch
 
 
 def test_our_own_sources_compile_without_a_warning():
-    assert isinstance(load("remat"), ctypes.CDLL)
+    assert isinstance(load("remat", numbers=NUMBERS_OF_C), ctypes.CDLL)

@@ -47,7 +47,7 @@ def test_plans_without_a_compiler_are_the_same(share, monkeypatch):
     problem = replace(chain(6), out_bandwidth_bytes_per_s=200.0, in_bandwidth_bytes_per_s=200.0)
     budget = int(share * keep_all_bytes(problem))
     compiled = plan(problem, budget)
-    monkeypatch.setattr(_simulate, "load", lambda _: None)
+    monkeypatch.setattr(_simulate, "load", lambda *_, **__: None)
     monkeypatch.setattr(_simulate, "_simulate_compiled", lambda *_: pytest.fail("there is no compiler"))
     assert plan(problem, budget) == compiled
 

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Callable
+from enum import IntEnum
 from pathlib import Path
 
 from penstock.errors import InternalError
@@ -24,18 +25,20 @@ from penstock.native._compiler import (
     say_once,
     warn_once,
     why_slower,
+    with_numbers,
 )
 
 _CHECKSUM_BYTES = 32
 _NAMES = ("relational", "remat", "unified")
 
 
-def load(name: str, *, openmp: bool = False) -> ctypes.CDLL | None:
+def load(name: str, *, openmp: bool = False, numbers: tuple[type[IntEnum], ...] = ()) -> ctypes.CDLL | None:
     """Return the library of this package's ``<name>.c``, compiled here or taken from the wheel, else ``None``.
 
-    ``openmp`` compiles for this machine's own processor, with threads of PyTorch's OpenMP runtime.
+    ``openmp`` compiles for this machine's own processor, with threads of PyTorch's OpenMP runtime. ``numbers`` are
+    enumerations whose members the source uses by name.
     """
-    return _own(name, openmp)
+    return _own(name, openmp, numbers)
 
 
 def compile_source(source: str, name: str, *, openmp: bool = False) -> ctypes.CDLL | None:
@@ -103,10 +106,11 @@ def _without_generated() -> str:
 
 
 @functools.cache
-def _own(name: str, openmp: bool) -> ctypes.CDLL | None:
+def _own(name: str, openmp: bool, numbers: tuple[type[IntEnum], ...]) -> ctypes.CDLL | None:
     refused = ""
     try:
-        library = _loaded((Path(__file__).parent / f"{name}.c").read_text(), name, openmp)
+        source = (Path(__file__).parent / f"{name}.c").read_text()
+        library = _loaded(with_numbers(source, numbers), name, openmp)
         if library is not None:
             return library
     except (InternalError, OSError) as error:  # such as a compiler without the headers of the C library

@@ -6,7 +6,8 @@ import shutil
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from enum import IntEnum
 from pathlib import Path
 
 from penstock.errors import InternalError, PenstockWarning
@@ -52,6 +53,12 @@ def compile_to(compiler: Command, flags: tuple[str, ...], source: str, name: str
             if outcome.returncode:
                 raise InternalError(f"{shlex.join(compiler)} cannot compile {name}.c: {outcome.stderr.strip()}")
         linked.replace(file)
+
+
+def with_numbers(source: str, numbers: Iterable[type[IntEnum]]) -> str:
+    """Return ``source`` below the members of Python's enumerations, so that the numbers are written only there."""
+    enums = [f"enum {{ {', '.join(f'{member.name} = {member.value}' for member in kind)} }};" for kind in numbers]
+    return "\n".join([*enums, "#line 1", source]) if enums else source  # errors name the lines of the file
 
 
 def why_slower(refused: str = "") -> str:

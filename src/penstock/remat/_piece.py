@@ -23,9 +23,10 @@ from penstock.devices import kinds
 from penstock.errors import CaptureError, PenstockError, PenstockWarning
 from penstock.remat import _accumulate, _aot, _capture, _dynamo, _ticket
 from penstock.remat._as_eager import function_of
+from penstock.remat._decision import Decision
 from penstock.remat._in_place import add_in_place
 from penstock.remat._plan import RematPlan
-from penstock.remat._problem import Decision, RematProblem
+from penstock.remat._problem import RematProblem
 from penstock.remat._warn import warn
 from penstock.remat._whole import keep_whole
 from penstock.storages import id_of

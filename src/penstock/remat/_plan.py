@@ -19,7 +19,8 @@ import numpy as np
 
 from penstock.arguments import checked
 from penstock.errors import BudgetError, InternalError
-from penstock.remat._problem import Decision, Method, RematProblem
+from penstock.remat._decision import Decision
+from penstock.remat._problem import Method, RematProblem
 from penstock.remat._refine import MIN_STARTS, given_back, refined, relaxed
 from penstock.remat._repair import lowest, repaired
 from penstock.remat._seeds import seeds

@@ -7,7 +7,6 @@ another device.
 import json
 import math
 from dataclasses import asdict, dataclass, replace
-from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -17,26 +16,6 @@ from penstock.files import read_json
 Method = Literal["hybrid", "recompute", "swap"]
 """The means that a plan may use."""
 _FORMAT = 1
-
-
-class Decision(IntEnum):
-    """The treatment of a forward storage after its last use in forward."""
-
-    KEEP = 0
-    """Stay until the last use in backward."""
-    RECOMPUTE = 1
-    """Drop, compute again when backward needs it, and hold until the last operator that needs it."""
-    RECOMPUTE_EACH_TIME = 2
-    """Like ``RECOMPUTE``, but drop again whenever the next operator that needs it is far away."""
-    SWAP = 3
-    """Leave the device over a lane, and be back when backward needs it."""
-    RECOMPUTE_EVERY_TIME = 4
-    """Drop again after each operator that needs it."""
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether it is dropped in forward."""
-        return self not in (Decision.KEEP, Decision.SWAP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.remat._problem import Decision
+from penstock.remat._decision import Decision
 from penstock.remat._repair import START_OPERATORS
 from penstock.remat._space import RECOMPUTE, Candidate, Decisions, Space, Tries, recomputed
 

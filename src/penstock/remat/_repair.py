@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.remat._problem import Decision
+from penstock.remat._decision import Decision
 from penstock.remat._simulate import Simulation
 from penstock.remat._space import RECOMPUTE, Candidate, Space
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.remat._problem import Decision
+from penstock.remat._decision import Decision
 from penstock.remat._space import Candidate, Decisions, Space
 
 _NUM_CAPS = 28
@@ -25,7 +25,7 @@ def _decisions(space: Space) -> Iterator[Decisions]:
         return
     for kept in _cuts(space):
         drop = space.may_recompute & ~kept
-        for how in (Decision.RECOMPUTE, Decision.RECOMPUTE_EACH_TIME):
+        for how in (Decision.RECOMPUTE, Decision.RECOMPUTE_PER_GROUP):
             decisions = np.where(drop, np.uint8(how), keep)
             yield decisions
             if space.allows_swap:

@@ -4,10 +4,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from penstock.remat._decision import Decision
 from penstock.remat._explain import Planned
 from penstock.remat._piece import Variant
 from penstock.remat._plan import RematPlan
-from penstock.remat._problem import Decision
 
 _MAX_SEQUENCES = 64
 """Limit of sequences; the one that was remembered first is forgotten."""

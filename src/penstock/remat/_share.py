@@ -4,8 +4,9 @@ import weakref
 from dataclasses import replace
 
 from penstock import tiers
+from penstock.remat._decision import Decision
 from penstock.remat._plan import RematPlan, plan_of
-from penstock.remat._problem import Decision, RematProblem
+from penstock.remat._problem import RematProblem
 from penstock.remat._settings import PlanSettings
 from penstock.tiers import Charges, Footprint
 

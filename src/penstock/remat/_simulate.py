@@ -21,12 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.native import load
-from penstock.remat._problem import Decision, RematProblem
+from penstock.remat._decision import NUMBERS_OF_C, Decision, Outcome
+from penstock.remat._problem import RematProblem
 
 MAX_RECOMPUTE_FACTOR = 40
 """Factor of the step's operators above which decisions count as infeasible."""
-_ENDLESS, _NO_MEMORY = 1, 2
-_RECOMPUTE, _RECOMPUTE_EVERY_TIME, _SWAP = map(int, (Decision.RECOMPUTE, Decision.RECOMPUTE_EVERY_TIME, Decision.SWAP))
+_ENDLESS, _NO_MEMORY = int(Outcome.ENDLESS), int(Outcome.NO_MEMORY)
+_RECOMPUTE, _RECOMPUTE_PER_USE, _SWAP = map(int, (Decision.RECOMPUTE, Decision.RECOMPUTE_PER_USE, Decision.SWAP))
 
 
 @dataclass(slots=True)
@@ -50,7 +51,10 @@ class Simulation:
 
 
 class FlatProblem:
-    """A problem as flat arrays."""
+    """A problem as flat arrays. Nothing in it changes.
+
+    It is wide because C reads each column of operators and storages as an array of its own.
+    """
 
     def __init__(self, problem: RematProblem, gap: int = 64):
         operators, storages = problem.operators, problem.storages
@@ -78,7 +82,6 @@ class FlatProblem:
                 elif self.producers[storage] < self.num_forward:
                     self.needs[storage].append(index)
         self.need_starts, self.need_ids = _rows(self.needs)
-        self.buffers: _Buffers | None = None
         self.bandwidths = (problem.out_bandwidth_bytes_per_s, problem.in_bandwidth_bytes_per_s)
         self.page_bytes = problem.swap_page_bytes
 
@@ -86,6 +89,11 @@ class FlatProblem:
     def rows(self) -> "_Rows":
         """The same as lists, for Python."""
         return _Rows(self)
+
+    @functools.cached_property
+    def buffers(self) -> "_Buffers":
+        """The memory of its compiled simulations."""
+        return _Buffers(self, MAX_RECOMPUTE_FACTOR * self.num_operators)
 
 
 class _Rows:
@@ -117,7 +125,7 @@ def _dense(slots: dict[int, int], count: int) -> NDArray[np.int32]:
 
 
 class _CGraph(ctypes.Structure):
-    """``Graph`` of `native/remat.c`."""
+    """``Graph`` of `native/remat.c`, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("num_operators", "num_storages", "num_forward", "gap")),
@@ -144,6 +152,8 @@ class _CGraph(ctypes.Structure):
 
 
 class _CResult(ctypes.Structure):
+    """``Result`` of `native/remat.c`, field by field."""
+
     _fields_ = (
         ("peak_bytes", ctypes.c_int64),
         ("extra_s", ctypes.c_double),
@@ -154,7 +164,7 @@ class _CResult(ctypes.Structure):
 
 def simulate(graph: FlatProblem, decisions: NDArray[np.uint8]) -> Simulation | None:
     """Simulate the step with a ``Decision`` for every storage; ``None`` if it recomputes endlessly."""
-    library = load("remat")
+    library = load("remat", numbers=NUMBERS_OF_C)
     return simulate_slowly(graph, decisions) if library is None else _simulate_compiled(library, graph, decisions)
 
 
@@ -164,10 +174,7 @@ def simulate_slowly(graph: FlatProblem, decisions: NDArray[np.uint8]) -> Simulat
 
 
 def _simulate_compiled(library: ctypes.CDLL, graph: FlatProblem, decisions: NDArray[np.uint8]) -> Simulation | None:
-    capacity = MAX_RECOMPUTE_FACTOR * graph.num_operators
     buffers = graph.buffers
-    if buffers is None:
-        buffers = graph.buffers = _Buffers(graph, capacity)
     buffers.decisions[:] = decisions
     outcome = library.penstock_simulate(*buffers.arguments)
     if outcome == _NO_MEMORY:
@@ -337,7 +344,7 @@ class _StepPlayer:
 
     def _gap(self, storage: int) -> int:
         """Return the number of operators within which it has to be needed again to stay."""
-        return 0 if self.decisions[storage] == _RECOMPUTE_EVERY_TIME else self.graph.gap
+        return 0 if self.decisions[storage] == _RECOMPUTE_PER_USE else self.graph.gap
 
     def _advance(self, storage: int, index: int) -> int:
         """Return the first need that is not before operator ``index``."""

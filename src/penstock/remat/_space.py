@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.remat._problem import Decision, Method, RematProblem
+from penstock.remat._decision import Decision
+from penstock.remat._problem import Method, RematProblem
 from penstock.remat._simulate import FlatProblem, Simulation, simulate
 
 MIN_SWAP_BYTES = 64 * 1024
 """Size below which storages are not worth a request."""
-RECOMPUTE = [Decision.RECOMPUTE, Decision.RECOMPUTE_EACH_TIME, Decision.RECOMPUTE_EVERY_TIME]
+RECOMPUTE = [Decision.RECOMPUTE, Decision.RECOMPUTE_PER_GROUP, Decision.RECOMPUTE_PER_USE]
 """Ways to recompute, from most held and least computed to the reverse."""
 Decisions = NDArray[np.uint8]
 """A ``Decision`` per storage."""
