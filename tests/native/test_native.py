@@ -38,12 +38,12 @@ def cache():
 
 def test_a_source_is_compiled_once_and_found_again(monkeypatch):
     assert compile_source(SOURCE.format(42), "answer").answer() == 42
-    (made,) = cache().glob("answer-*.so")
+    (library,) = cache().glob("answer-*.so")
     _build._loaded.cache_clear()
     monkeypatch.setattr(_build, "_compile", lambda *_: pytest.fail("it is there already"))
     assert compile_source(SOURCE.format(42), "answer").answer() == 42
-    assert made.exists()
-    assert [one.name for one in cache().iterdir()] == [made.name]
+    assert library.exists()
+    assert [file.name for file in cache().iterdir()] == [library.name]
 
 
 def test_another_content_is_another_library():

@@ -92,9 +92,9 @@ def keep_source(source: str, name: str) -> Path:
     file = cache_folder() / name
     if not file.is_file() or file.read_bytes() != source.encode():
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-            made = Path(folder) / name
-            made.write_bytes(source.encode())
-            _replace(made, file)
+            fresh = Path(folder) / name
+            fresh.write_bytes(source.encode())
+            _replace(fresh, file)
     return file
 
 
@@ -184,27 +184,27 @@ def is_whole(file: Path) -> bool:
     return hashlib.sha256(raw[:-_CHECKSUM_BYTES]).digest() == raw[-_CHECKSUM_BYTES:]
 
 
-def seal(made: Path) -> None:
+def seal(library: Path) -> None:
     """Append the checksum that ``is_whole`` checks.
 
     Loaders read the parts that the headers name, and ignore the end of the file.
     """
-    raw = made.read_bytes()
-    made.write_bytes(raw + hashlib.sha256(raw).digest())
+    raw = library.read_bytes()
+    library.write_bytes(raw + hashlib.sha256(raw).digest())
 
 
 def _compile(compiler: Command, flags: tuple[str, ...], source: str, name: str, file: Path) -> None:
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-        made = Path(folder) / file.name
-        compile_to(compiler, flags, source, name, made)
-        seal(made)
-        _replace(made, file)  # a concurrent process that compiles the same replaces it with the same
+        fresh = Path(folder) / file.name
+        compile_to(compiler, flags, source, name, fresh)
+        seal(fresh)
+        _replace(fresh, file)  # a concurrent process that compiles the same replaces it with the same
 
 
-def _replace(made: Path, file: Path) -> None:
+def _replace(fresh: Path, file: Path) -> None:
     if file.is_dir() and not file.is_symlink():
         shutil.rmtree(file)
-    made.replace(file)
+    fresh.replace(file)
 
 
 def cache_folder() -> Path:

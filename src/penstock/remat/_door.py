@@ -53,11 +53,11 @@ def modules_of(function: Any) -> tuple[nn.Module, ...]:
     with contextlib.suppress(TypeError, ValueError):
         names = inspect.getclosurevars(inspect.unwrap(function))
         named += (*names.nonlocals.values(), *names.globals.values())
-    return tuple({id(one): one for one in named if isinstance(one, nn.Module)}.values())
+    return tuple({id(module): module for module in named if isinstance(module, nn.Module)}.values())
 
 
 def _tensors_of(arguments: Any) -> list[torch.Tensor]:
-    return [one for one in pytree.tree_leaves(arguments) if isinstance(one, torch.Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
 
 
 class Door:
@@ -83,7 +83,7 @@ class Door:
                 session.beside.modules = modules_of(_dynamo.compiled_function())
             session.held_by_ddp(_dynamo.held_by_ddp(session.beside.modules))
             standing = (
-                *(one for module in session.beside.modules for one in module.buffers()),
+                *(buffer for module in session.beside.modules for buffer in module.buffers()),
                 *_tensors_of(arguments),
             )
             as_eager = session.settings.as_eager
@@ -191,9 +191,9 @@ class CompiledFunction:
         held = weakref.ref(session)
 
         def backend(graph: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
-            found = held()
-            assert found is not None  # the caller of the step holds the session
-            return found.take(graph)
+            alive = held()
+            assert alive is not None  # the caller of the step holds the session
+            return alive.take(graph)
 
         own = set(vars(function)) if isinstance(function, nn.Module) else None
         self._compiled: Callable[..., Any] = torch.compile(function, backend=backend)
@@ -339,8 +339,8 @@ class _NamedBackend:
         session = _running.session
         if session is None or session.options is not options:
             if id(options) not in self._without_calls:
-                made = Session(PlanSettings.of_options(options or {}), options=options)
-                self._without_calls[id(options)] = (options, made)
+                fresh = Session(PlanSettings.of_options(options or {}), options=options)
+                self._without_calls[id(options)] = (options, fresh)
             session = self._without_calls[id(options)][1]
         return session.take(module)
 

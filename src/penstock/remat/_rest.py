@@ -53,7 +53,7 @@ class EagerRest:
 
         Parameters and ``standing`` do not count, because they exist anyway.
         """
-        self._standing = frozenset(storage_id(one) for one in standing if _is_counted(one))
+        self._standing = frozenset(storage_id(tensor) for tensor in standing if _is_counted(tensor))
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
             yield
 

@@ -63,14 +63,15 @@ class FlatProblem:
         self.num_forward = problem.num_forward
         self.gap = gap
         """A storage that is recomputed each time stays if it is needed again within this many operators."""
-        self.durations_s = np.array([one.duration_s for one in operators], dtype=np.float64)
+        self.durations_s = np.array([operator.duration_s for operator in operators], dtype=np.float64)
+        # cumsum adds in order, as C does. np.sum adds pairwise, which rounds differently.
         self.step_s = float(np.cumsum(self.durations_s)[-1]) if operators else 0.0
-        self.workspaces = np.array([one.workspace_bytes for one in operators], dtype=np.int64)
-        self.sizes = np.array([one.size_bytes for one in storages], dtype=np.int64)
-        self.producers = np.array([one.producer for one in storages], dtype=np.int32)
-        self.is_output = np.array([one.is_output for one in storages], dtype=np.uint8)
-        self.inputs = [tuple(dict.fromkeys(one.inputs)) for one in operators]
-        self.outputs = [one.outputs for one in operators]
+        self.workspaces = np.array([operator.workspace_bytes for operator in operators], dtype=np.int64)
+        self.sizes = np.array([storage.size_bytes for storage in storages], dtype=np.int64)
+        self.producers = np.array([storage.producer for storage in storages], dtype=np.int32)
+        self.is_output = np.array([storage.is_output for storage in storages], dtype=np.uint8)
+        self.inputs = [tuple(dict.fromkeys(operator.inputs)) for operator in operators]
+        self.outputs = [operator.outputs for operator in operators]
         self.input_starts, self.input_ids = _rows(self.inputs)
         self.output_starts, self.output_ids = _rows(self.outputs)
         self.last_forward = self.producers.copy()
@@ -115,7 +116,7 @@ class _Rows:
 def _rows(rows: list[tuple[int, ...]] | list[list[int]]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     starts = np.zeros(len(rows) + 1, dtype=np.int32)
     starts[1:] = np.cumsum([len(row) for row in rows])
-    return starts, np.array([one for row in rows for one in row], dtype=np.int32)
+    return starts, np.array([number for row in rows for number in row], dtype=np.int32)
 
 
 def _dense(slots: dict[int, int], count: int) -> NDArray[np.int32]:
@@ -211,9 +212,9 @@ class _Buffers:
                 value = getattr(graph, name)
                 values.append(value.ctypes.data if kind is ctypes.c_void_p else value)
         self.graph = _CGraph(*values)
-        written = [ctypes.c_void_p(one.ctypes.data) for one in (self.slots, self.live, self.gone, self.fetch)]
-        given = ctypes.byref(self.graph), ctypes.c_void_p(self.decisions.ctypes.data), ctypes.c_int32(capacity)
-        self.arguments = (*given, *written, ctypes.byref(self.result))
+        written = [ctypes.c_void_p(array.ctypes.data) for array in (self.slots, self.live, self.gone, self.fetch)]
+        inputs = ctypes.byref(self.graph), ctypes.c_void_p(self.decisions.ctypes.data), ctypes.c_int32(capacity)
+        self.arguments = (*inputs, *written, ctypes.byref(self.result))
 
 
 class _StepPlayer:
@@ -255,6 +256,9 @@ class _StepPlayer:
             fetch=_dense(fetch, graph.num_storages),
         )
 
+    # Simulating only from the first operator that a change of decisions affects would help annealing. It was left out,
+    # because it needs the state before each operator.
+
     def _backward(self, index: int) -> bool:
         """Run an operator of backward; ``False`` if that exceeds the limit of operators."""
         rows, births, uses, is_here = self.rows, self.births, self.uses, self.is_here
@@ -282,13 +286,13 @@ class _StepPlayer:
     def _closure(self, stack: list[int]) -> list[int]:
         """Return the operators that have to run again to make absent storages, in order."""
         inputs, producers, is_here = self.rows.inputs, self.rows.producers, self.is_here
-        found = set()
+        operators = set()
         while stack:
             producer = producers[stack.pop()]
-            if producer not in found:
-                found.add(producer)
+            if producer not in operators:
+                operators.add(producer)
                 stack += [storage for storage in inputs[producer] if not is_here[storage]]
-        return sorted(found)
+        return sorted(operators)
 
     def _run_again(self, again: list[int], index: int) -> None:
         inputs, uses, is_here = self.rows.inputs, self.uses, self.is_here

@@ -61,10 +61,12 @@ class Space:
         allows_recompute = method != "swap"
         allows_swap = method != "recompute" and problem.can_swap
         forward = graph.producers < problem.num_forward
-        needed = np.array([bool(one) for one in graph.needs], dtype=bool)
+        needed = np.array([bool(needs) for needs in graph.needs], dtype=bool)
         goes = ~graph.is_output.astype(bool)
-        once = np.array([bool(problem.operators[one.producer].must_run_once) for one in problem.storages], dtype=bool)
-        moves = np.array([not one.must_stay for one in problem.storages], dtype=bool)
+        once = np.array(
+            [bool(problem.operators[storage.producer].must_run_once) for storage in problem.storages], dtype=bool
+        )
+        moves = np.array([not storage.must_stay for storage in problem.storages], dtype=bool)
         return Space(
             graph,
             allows_recompute,
@@ -118,5 +120,5 @@ class Space:
 
 def recomputed(decisions: Decisions) -> NDArray[np.bool_]:
     """Return which storages are recomputed."""
-    found: NDArray[np.bool_] = (decisions != Decision.KEEP) & (decisions != Decision.SWAP)
-    return found
+    which: NDArray[np.bool_] = (decisions != Decision.KEEP) & (decisions != Decision.SWAP)
+    return which
