@@ -6,6 +6,7 @@ pure Python, and works.
 """
 
 import platform
+import runpy
 import shlex
 import sys
 import sysconfig
@@ -19,6 +20,10 @@ BASELINES = {"x86_64": ("-march=x86-64", "-mtune=generic"), "aarch64": ("-march=
 """What every machine of a platform runs, whatever the compiler takes by default."""
 
 
+NUMBERS = {"remat": "remat/_decision.py"}
+"""Per source, the file of ``src/penstock`` whose ``NUMBERS_OF_C`` it shares. Importing its room would need PyTorch."""
+
+
 class NativeLibraries(BuildHookInterface):
     """Adds ``penstock/native/<name>.so`` for each source there."""
 
@@ -27,7 +32,7 @@ class NativeLibraries(BuildHookInterface):
         if version == "editable" or not sys.platform.startswith("linux"):
             return
         sys.path.insert(0, str(Path(self.root) / "src"))
-        from penstock.native._compiler import FLAGS, WITH_THREADS, compile_to, find_compiler
+        from penstock.native._compiler import FLAGS, WITH_THREADS, compile_to, find_compiler, with_numbers
 
         compiler = find_compiler()
         if compiler is None:
@@ -36,9 +41,12 @@ class NativeLibraries(BuildHookInterface):
         self.app.display_info(f"compiling with {shlex.join(compiler)}")
         self.folder = tempfile.TemporaryDirectory()  # until finalize
         flags = (*FLAGS, *WITH_THREADS, "-fno-trapping-math", *BASELINES.get(platform.machine(), ()))
-        for source in sorted((Path(self.root) / "src" / "penstock" / "native").glob("*.c")):
+        package = Path(self.root) / "src" / "penstock"
+        for source in sorted((package / "native").glob("*.c")):
+            shared = NUMBERS.get(source.stem)
+            numbers = runpy.run_path(str(package / shared))["NUMBERS_OF_C"] if shared else ()
             library = Path(self.folder.name) / f"{source.stem}.so"
-            compile_to(compiler, flags, source.read_text(), source.stem, library)
+            compile_to(compiler, flags, with_numbers(source.read_text(), numbers), source.stem, library)
             build_data["force_include"][str(library)] = f"penstock/native/{library.name}"
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"

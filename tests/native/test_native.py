@@ -11,6 +11,7 @@ import pytest
 from penstock.errors import InternalError, PenstockWarning
 from penstock.native import _build, can_compile, compile_source, find_compiler, load, tell_what_is_slower
 from penstock.native._compiler import FLAGS, compile_to
+from penstock.remat._decision import NUMBERS_OF_C
 
 SOURCE = "int answer(void) {{ return {}; }}\n"
 
@@ -37,12 +38,12 @@ def cache():
 
 def test_a_source_is_compiled_once_and_found_again(monkeypatch):
     assert compile_source(SOURCE.format(42), "answer").answer() == 42
-    (made,) = cache().glob("answer-*.so")
+    (library,) = cache().glob("answer-*.so")
     _build._loaded.cache_clear()
     monkeypatch.setattr(_build, "_compile", lambda *_: pytest.fail("it is there already"))
     assert compile_source(SOURCE.format(42), "answer").answer() == 42
-    assert made.exists()
-    assert [one.name for one in cache().iterdir()] == [made.name]
+    assert library.exists()
+    assert [file.name for file in cache().iterdir()] == [library.name]
 
 
 def test_another_content_is_another_library():
@@ -158,4 +159,4 @@ def test_a_cache_that_cannot_be_written_is_replaced_for_this_process(monkeypatch
 
 
 def test_our_own_sources_compile_without_a_warning():
-    assert isinstance(load("remat"), ctypes.CDLL)
+    assert isinstance(load("remat", numbers=NUMBERS_OF_C), ctypes.CDLL)

@@ -3,7 +3,9 @@
 import os
 import tempfile
 import warnings
+from dataclasses import replace
 
+import numpy as np
 import torch
 
 from penstock import native, relational, remat, unified
@@ -12,13 +14,20 @@ from penstock.remat import _simulate
 
 
 def plan():
-    _simulate.simulate_slowly = None
+    slowly, _simulate.simulate_slowly = _simulate.simulate_slowly, None
     layers = [layer for _ in range(4) for layer in (torch.nn.Linear(64, 64), torch.nn.GELU())]
     model, batch = torch.nn.Sequential(*layers), torch.randn(256, 64)
     step = remat.optimize(lambda rows: model(rows).square().sum(), [batch], None)
     least = remat.smallest_budget_bytes(step.plan.problem)
     budget = (least + step.plan.peak_bytes) // 2
     assert remat.plan(step.plan.problem, budget).peak_bytes <= budget
+    problem = replace(step.plan.problem, out_bandwidth_bytes_per_s=1e9, in_bandwidth_bytes_per_s=1e9)
+    graph = _simulate.FlatProblem(problem)
+    for decision in remat.Decision:  # C has the same numbers for them
+        decisions = np.full(len(problem.storages), decision, dtype=np.uint8)
+        compiled, expected = _simulate.simulate(graph, decisions), slowly(graph, decisions)
+        assert compiled.peak_bytes == expected.peak_bytes
+        assert compiled.slots.tolist() == expected.slots.tolist()
 
 
 def sample_and_read(disk):

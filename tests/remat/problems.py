@@ -19,12 +19,12 @@ def random_problem(seed, num_forward=None):
         outputs = tuple(range(len(storages), len(storages) + num_outputs))
         storages += [
             Storage(
-                name=f"s{one}",
+                name=f"s{number}",
                 size_bytes=choices.randint(0, 100),
                 producer=index,
                 is_output=choices.random() < (0.1 if is_forward else 0.3),
             )
-            for one in outputs
+            for number in outputs
         ]
         operators.append(
             Operator(

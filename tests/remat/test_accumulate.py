@@ -37,7 +37,7 @@ def gradients_of(model):
 
 
 def assert_equal(ours, plain):
-    assert all(torch.equal(one, two) for one, two in zip(ours, plain, strict=True))
+    assert all(torch.equal(mine, expected) for mine, expected in zip(ours, plain, strict=True))
 
 
 def pair(has_gradients=True, **options):
@@ -74,7 +74,7 @@ def test_gradients_add_up_over_batches(has_gradients):
 
 def test_asked_for_gradients_are_returned_and_not_added():
     plain, model, step, batch = pair()
-    before = [one.clone() for one in gradients_of(model)]
+    before = [gradient.clone() for gradient in gradients_of(model)]
     wanted = torch.autograd.grad(plain(*batch), list(plain.parameters()))
     assert_equal(torch.autograd.grad(step(*batch), list(model.parameters())), wanted)
     assert_equal(gradients_of(model), before)
@@ -143,8 +143,8 @@ def test_a_gradient_that_the_step_reads_is_not_overwritten():
     def run(make):
         torch.manual_seed(0)
         first, second = (torch.randn(8, requires_grad=True) for _ in range(2))
-        for one in (first, second):
-            one.grad = torch.randn(8)
+        for leaf in (first, second):
+            leaf.grad = torch.randn(8)
         step = make([first, second, first.grad])
         step(first, second, first.grad).backward()
         return first.grad, second.grad
@@ -176,4 +176,4 @@ def test_where_none_accumulate_gradients_are_handed_out():
     plain(*batch).backward()
     step(*batch).backward()
     assert_equal(gradients_of(model), gradients_of(plain))
-    assert not any(one.target == "accumulate" for one in step.plan.problem.operators)
+    assert not any(operator.target == "accumulate" for operator in step.plan.problem.operators)

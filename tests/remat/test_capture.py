@@ -12,20 +12,20 @@ from penstock.remat import _aot, _capture, _dynamo
 
 def captured_from(function, *inputs):
     """What ``read`` makes of the joint graph of a function."""
-    found = []
+    graphs = []
 
     def partition(joint, num_forward_outputs):
-        found.append(_capture.read(joint.graph, num_forward_outputs))
+        graphs.append(_capture.read(joint, num_forward_outputs))
         raise _Seen
 
-    def backend(module, given):
-        return _aot.compiled(module, given, partition, never, never, _aot.boxed)
+    def backend(module, inputs):
+        return _aot.compiled(module, inputs, partition, never, never, _aot.boxed)
 
     run = torch.compile(function, backend=backend, fullgraph=True)
     with pytest.raises(Exception) as caught:  # noqa: PT011  # Dynamo wraps it
         run(*inputs)
     assert isinstance(_dynamo.cause_of(caught.value), _Seen)
-    return found[0]
+    return graphs[0]
 
 
 class _Seen(Exception):
@@ -88,13 +88,13 @@ def test_gradients_are_known_by_their_leaves():
 
     inputs = []
 
-    def backend(module, given):
-        inputs.append(given)
-        return _aot.compiled(module, given, partition, never, never, _aot.boxed)
+    def backend(module, arguments):
+        inputs.append(arguments)
+        return _aot.compiled(module, arguments, partition, never, never, _aot.boxed)
 
     with pytest.raises(Exception):  # noqa: B017, PT011  # Dynamo wraps it
         torch.compile(lambda x: layer(x).sum(), backend=backend)(torch.randn(4, 8))
-    leaves = [one for one in inputs[0] if one.requires_grad]
+    leaves = [tensor for tensor in inputs[0] if tensor.requires_grad]
     assert len(seen[0]) == len(leaves) == 2
 
 
@@ -114,8 +114,8 @@ def test_autograd_says_whether_it_accumulates():
     leaf = torch.randn(3, requires_grad=True)
     Ask.apply(leaf).sum().backward()
     torch.autograd.grad(Ask.apply(leaf).sum(), leaf)
-    other = torch.randn(3, requires_grad=True)
-    Ask.apply(leaf * other).sum().backward(inputs=[other])
+    unused = torch.randn(3, requires_grad=True)
+    Ask.apply(leaf * unused).sum().backward(inputs=[unused])
     assert answers == [True, False, False]
     assert not _capture.accumulates_now(leaf)
 
@@ -123,12 +123,12 @@ def test_autograd_says_whether_it_accumulates():
 def test_modules_are_named_as_the_user_names_them():
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Tanh(), nn.Linear(8, 1)))
     problem = remat.optimize(lambda x: model(x).sum(), [torch.randn(4, 8)], None).plan.problem
-    modules = {one.module for one in problem.operators if one.target not in ("tangent", "accumulate")}
+    modules = {operator.module for operator in problem.operators if operator.target not in ("tangent", "accumulate")}
     assert {"0", "1.0", "1.1"} <= modules
-    assert any("model(x).sum()" in one for one in modules)
+    assert any("model(x).sum()" in module for module in modules)
     torch._dynamo.reset()
     problem = remat.optimize(model, [torch.randn(4, 8)], None).plan.problem
-    assert {"0", "1.0", "1.1"} <= {one.module for one in problem.operators}
+    assert {"0", "1.0", "1.1"} <= {operator.module for operator in problem.operators}
 
 
 def test_a_model_that_logs_is_captured():

@@ -27,9 +27,9 @@ def gradients_of(model):
 
 
 def assert_equal(ours, plain):
-    for one, two in zip(ours, plain, strict=True):
-        assert (one is None) == (two is None)
-        assert one is None or torch.equal(one, two)
+    for mine, expected in zip(ours, plain, strict=True):
+        assert (mine is None) == (expected is None)
+        assert mine is None or torch.equal(mine, expected)
 
 
 def tight(step, batch, **options):
@@ -52,7 +52,7 @@ def test_autocast(dtype):
     plain, batch = make()
     model, _ = make()
     step = tight(step_of(model), batch)
-    assert any("_to_copy" in one.target for one in step.plan.problem.operators)
+    assert any("_to_copy" in operator.target for operator in step.plan.problem.operators)
     for _ in range(2):
         expected, loss = step_of(plain)(*batch), step(*batch)
         assert torch.equal(loss, expected)
@@ -79,7 +79,7 @@ def test_gradient_scaling():
 def test_ten_steps_of_adam():
     plain, batch = make()
     model, _ = make()
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-3) for one in (plain, model)]
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-3) for module in (plain, model)]
     step = tight(model, batch, optimizer=optimizers[1])
     for _ in range(10):
         losses = []
@@ -144,7 +144,7 @@ def test_data_parallel_sees_every_gradient(process_group):
     wrapped(*batch).backward()
     plain(*batch).backward()
     assert_equal(gradients_of(model), gradients_of(plain))
-    assert {id(one) for one in seen} == {id(one) for one in model.parameters()}
+    assert {id(parameter) for parameter in seen} == {id(parameter) for parameter in model.parameters()}
 
 
 class Checkpointed(nn.Module):
@@ -180,7 +180,7 @@ def test_results_that_nobody_takes_are_workspace():
     layer, x = relational.RGATConv(8, 8, num_relations=3), torch.randn(20, 8)
     step = remat.optimize(lambda x: layer(x, graph).square().mean(), [x], None, verify=True)
     step(x).backward()
-    operators = [one for one in step.plan.problem.operators if "relational_layer" in one.name]
+    operators = [operator for operator in step.plan.problem.operators if "relational_layer" in operator.name]
     assert operators[0].workspace_bytes >= 500 * 4
 
 
@@ -200,8 +200,8 @@ def test_norms_in_half(dtype, is_weight_float):
     """Fake tensors have other dtypes than kernels give, with weights in float under autocast and with all in half."""
     torch.manual_seed(0)
     plain = nn.ModuleList(
-        nn.Sequential(nn.Conv2d(3, 8, 3), made(), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), made())
-        for made in NORMS.values()
+        nn.Sequential(nn.Conv2d(3, 8, 3), make_norm(), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), make_norm())
+        for make_norm in NORMS.values()
     )
     x = torch.randn(8, 3, 12, 12)
     if not is_weight_float:
@@ -214,7 +214,7 @@ def test_norms_in_half(dtype, is_weight_float):
 
     loss(plain, x).backward()
     remat.optimize(lambda x: loss(ours, x), [x], 0.95, verify=True)(x).backward()
-    for norm, one, other in zip(NORMS, plain, ours, strict=True):
-        for (name, left), right in zip(one.named_parameters(), other.parameters(), strict=True):
+    for norm, layer, planned in zip(NORMS, plain, ours, strict=True):
+        for (name, left), right in zip(layer.named_parameters(), planned.parameters(), strict=True):
             assert torch.equal(left.grad, right.grad), (norm, name)
-        assert all(torch.equal(*two) for two in zip(one.buffers(), other.buffers(), strict=True)), norm
+        assert all(torch.equal(*buffers) for buffers in zip(layer.buffers(), planned.buffers(), strict=True)), norm

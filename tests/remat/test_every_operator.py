@@ -62,9 +62,9 @@ def operators():
     from torch.testing._internal.common_methods_invocations import op_db
 
     return {
-        f"{one.name}.{one.variant_test_name}" if one.variant_test_name else one.name: one
-        for one in op_db
-        if one.supports_autograd and torch.float32 in one.supported_dtypes("cpu")
+        f"{info.name}.{info.variant_test_name}" if info.variant_test_name else info.name: info
+        for info in op_db
+        if info.supports_autograd and torch.float32 in info.supported_dtypes("cpu")
     }
 
 
@@ -73,29 +73,29 @@ def replaced_elsewhere():
     return {"index_select"} if torch.index_select.__module__.startswith("torch_geometric") else set()
 
 
-def same(one, two):
-    if one is None or two is None:
-        return one is two
-    if (one.shape, one.dtype) != (two.shape, two.dtype):
+def same(left, right):
+    if left is None or right is None:
+        return left is right
+    if (left.shape, left.dtype) != (right.shape, right.dtype):
         return False
-    one, two = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in (one, two))
-    return torch.equal(torch.nan_to_num(one.float()), torch.nan_to_num(two.float()))
+    left, right = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in (left, right))
+    return torch.equal(torch.nan_to_num(left.float()), torch.nan_to_num(right.float()))
 
 
 def fresh(leaves):
     return [
-        one.detach().clone().requires_grad_(one.requires_grad) if isinstance(one, torch.Tensor) else one
-        for one in leaves
+        leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+        for leaf in leaves
     ]
 
 
 def run(step, leaves):
     torch.manual_seed(1)
-    results = [one for one in pytree.tree_leaves(step(*leaves)) if isinstance(one, torch.Tensor)]
-    ends = [one for one in results if one.requires_grad]
+    results = [result for result in pytree.tree_leaves(step(*leaves)) if isinstance(result, torch.Tensor)]
+    ends = [result for result in results if result.requires_grad]
     if ends:
-        torch.autograd.backward(ends, [torch.ones_like(one) for one in ends])
-    return [*(one.detach() for one in results), *(one.grad for one in leaves if isinstance(one, torch.Tensor))]
+        torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+    return [*(result.detach() for result in results), *(leaf.grad for leaf in leaves if isinstance(leaf, torch.Tensor))]
 
 
 class Call:
@@ -109,7 +109,7 @@ class Call:
                 self.leaves.append(value)
                 return f"leaves[{len(self.leaves) - 1}]"
             if type(value) in (list, tuple):
-                return f"{type(value).__name__}(({''.join(source(one) + ', ' for one in value)}))"
+                return f"{type(value).__name__}(({''.join(source(part) + ', ' for part in value)}))"
             values[f"value_{len(values)}"] = value
             return f"value_{len(values) - 1}"
 
@@ -175,6 +175,6 @@ def test_captured_operators_give_eager_pytorchs_bits(part):
                 failed[name] = text_of(error)
     alone = [[call] for call in calls if call.name in BREAKS_THE_GRAPH]
     together = [call for call in calls if call.name not in BREAKS_THE_GRAPH]
-    for step in (*alone, *(together[at : at + NUM_TOGETHER] for at in range(0, len(together), NUM_TOGETHER))):
+    for step in (*alone, *(together[begin : begin + NUM_TOGETHER] for begin in range(0, len(together), NUM_TOGETHER))):
         failed |= differing(step)
     assert not failed

@@ -13,7 +13,7 @@ ADD, ADD_IN_PLACE = "aten.add.Tensor", "aten.add_.Tensor"
 def backward_sums(step):
     """How many sums backward makes anew, and how many in place."""
     problem = step.plan.problem
-    targets = [one.target for one in problem.operators[problem.num_forward :]]
+    targets = [operator.target for operator in problem.operators[problem.num_forward :]]
     return targets.count(ADD), targets.count(ADD_IN_PLACE)
 
 
@@ -140,7 +140,7 @@ def test_a_term_that_is_read_later_is_not_written_to():
     leaf, *below = [torch.randn(4, 16, requires_grad=True), *(torch.randn(16, 16, requires_grad=True) for _ in "ab")]
 
     def step(x):
-        first, second = (x @ one for one in below)
+        first, second = (x @ weight for weight in below)
         return ((first + leaf) @ weight).tanh().sum() + ((second + leaf) @ weight).sin().sum()
 
     compare(step, [leaf, *below], (x,), (1, 0))
@@ -148,9 +148,9 @@ def test_a_term_that_is_read_later_is_not_written_to():
 
 def test_what_backward_was_given_is_not_written_to():
     torch.manual_seed(0)
-    leaf, x, given = torch.randn(4, 16, requires_grad=True), torch.randn(4, 16), torch.randn(4, 16)
-    kept = given.clone()
+    leaf, x, gradient = torch.randn(4, 16, requires_grad=True), torch.randn(4, 16), torch.randn(4, 16)
+    kept = gradient.clone()
     planned = remat.optimize(lambda x: leaf + x * leaf, (x,), None, verify=True)
-    planned(x).backward(given)
-    assert torch.equal(given, kept)
-    assert torch.equal(leaf.grad, given + given * x)
+    planned(x).backward(gradient)
+    assert torch.equal(gradient, kept)
+    assert torch.equal(leaf.grad, gradient + gradient * x)

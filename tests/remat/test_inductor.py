@@ -27,7 +27,7 @@ def make():
 
 def with_even_times(problem):
     """The same plan on every machine, however fast its operators are, and so the same pieces for Inductor."""
-    return replace(problem, operators=tuple(replace(one, duration_s=1e-3) for one in problem.operators))
+    return replace(problem, operators=tuple(replace(operator, duration_s=1e-3) for operator in problem.operators))
 
 
 def gradients_of(model):
@@ -53,8 +53,8 @@ def test_a_compiled_plan_trains_as_plain_within_its_budget(tmp_path, method):
     assert step._session.emitter.trials[0].is_accepted
     loss.backward()
     torch.testing.assert_close(loss, plain(*batch))
-    for one, two in zip(gradients_of(model), gradients_of(plain), strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
+    for mine, expected in zip(gradients_of(model), gradients_of(plain), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6)
     del loss
     gc.collect()
     measured = probe.peak_bytes(lambda: step(*batch).backward(), device="cpu").activation_bytes
@@ -99,8 +99,8 @@ def test_masks_statistics_and_the_generator_are_those_of_plain():
         assert int(each.body[1].num_batches_tracked) == 2
     assert step._session.emitter.trials[0].is_accepted
     assert torch.equal(*after)
-    for one, two in zip(gradients_of(model), gradients_of(plain), strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+    for mine, expected in zip(gradients_of(model), gradients_of(plain), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(model.body[1].running_mean, plain.body[1].running_mean)
 
 
@@ -109,7 +109,9 @@ def trains_as_plain(step, model, batch):
     for run in (plain, step):
         torch.manual_seed(3)
         run(*batch).backward()
-    return all(torch.equal(one, two) for one, two in zip(gradients_of(model), gradients_of(plain), strict=True))
+    return all(
+        torch.equal(mine, expected) for mine, expected in zip(gradients_of(model), gradients_of(plain), strict=True)
+    )
 
 
 def test_a_step_that_takes_more_than_allowed_runs_node_by_node():
@@ -140,12 +142,12 @@ def test_each_plan_runs_its_own_compiled_backward():
 
     x = torch.randn(4, 8)
     step = remat.optimize(function, [x, 1.0], None, compiler="inductor", accumulates=False)
-    found = []
+    seen = []
     for scale in (3.0, 1.0):
         step(x, scale).backward()
-        found.append(weight.grad)
+        seen.append(weight.grad)
         weight.grad = None
-    torch.testing.assert_close(found[0], 3 * found[1])
+    torch.testing.assert_close(seen[0], 3 * seen[1])
 
 
 def test_results_of_any_layout():

@@ -24,7 +24,7 @@ def train_and_drop(account):
     step = remat.optimize(lambda x: model(x).square().mean(), [torch.randn(8, 32)], account, optimizer=optimizer)
     step(torch.randn(8, 32)).backward()
     assert account.held_bytes("device") > 0
-    return [weakref.ref(one) for one in (model, optimizer)]
+    return [weakref.ref(target) for target in (model, optimizer)]
 
 
 def test_a_step_that_is_dropped_gives_back_its_share_and_frees_its_model():
@@ -33,7 +33,7 @@ def test_a_step_that_is_dropped_gives_back_its_share_and_frees_its_model():
     for _ in range(3):  # what the first finds holds more, by finalisers
         gc.collect()
     assert account.held_bytes("device") == 0
-    assert [one() for one in alive] == [None, None]
+    assert [reference() for reference in alive] == [None, None]
 
 
 def test_a_shape_that_is_refused_is_planned_again_when_it_comes_again():

@@ -107,8 +107,8 @@ def run(step, model, num_steps=3):
 
 
 def assert_same(left, right):
-    for one, two in zip(left[0] + left[1], right[0] + right[1], strict=True):
-        assert torch.equal(one, two)
+    for mine, expected in zip(left[0] + left[1], right[0] + right[1], strict=True):
+        assert torch.equal(mine, expected)
     for name in left[2]:
         assert torch.equal(left[2][name], right[2][name]), name
     assert torch.equal(left[3], right[3]), "the generator is where it would have been"
@@ -159,7 +159,9 @@ def test_trains_as_plain_within_every_budget(tmp_path, problem_of, name, method,
         report = peak_of(lambda: step(*batch), model)  # noqa: B023
         measured = report.activation_bytes
         predicted = step.plan.peak_bytes - step.plan.problem.static_bytes
-        states = torch.get_rng_state().nbytes * sum("dropout" in one.target for one in problem.operators)  # static
+        states = torch.get_rng_state().nbytes * sum(
+            "dropout" in operator.target for operator in problem.operators
+        )  # static
         edges = 3 * step.plan.problem.swap_page_bytes * len(step.plan.plan.gone_slots)  # the most they may take
         assert measured <= predicted + states + 4096
         assert measured >= 0.9 * predicted - edges
@@ -172,7 +174,7 @@ def test_a_budget_below_the_smallest_is_refused_before_training_with_what_holds_
     with pytest.raises(BudgetError, match=r"needs at least \d+ bytes .* the largest storages are"):
         remat.optimize(model, batch, "1MiB")
     assert torch.equal(state, torch.get_rng_state())
-    assert all(torch.equal(one, two) for one, two in zip(before, model.parameters(), strict=True))
+    assert all(torch.equal(value, parameter) for value, parameter in zip(before, model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("verify", [False, True])
@@ -188,7 +190,7 @@ def test_the_smallest_budget_holds_to_the_byte(verify, one_thread):
     planned = remat.optimize(step, [batch], low, verify=verify)
     planned(batch).backward()
     gc.collect()
-    standing_bytes = batch.nbytes + sum(2 * one.nbytes for one in model.parameters())
+    standing_bytes = batch.nbytes + sum(2 * parameter.nbytes for parameter in model.parameters())
     report = probe.peak_bytes(lambda: planned(batch).backward(), device="cpu")
     assert standing_bytes + report.activation_bytes == low
 
@@ -207,7 +209,7 @@ def test_gradients_that_stand_and_get_nothing_count(one_thread):
     planned = remat.optimize(step, [batch], low)
     planned(batch).backward()
     gc.collect()
-    standing_bytes = batch.nbytes + sum(2 * one.nbytes for one in parameters)
+    standing_bytes = batch.nbytes + sum(2 * parameter.nbytes for parameter in parameters)
     report = probe.peak_bytes(lambda: planned(batch).backward(), device="cpu")
     assert standing_bytes + report.activation_bytes == low
 
@@ -217,7 +219,10 @@ def test_a_group_norm_whose_input_needs_no_gradient():
     plain = copy.deepcopy(model)
     plain(batch).square().mean().backward()
     remat.optimize(lambda batch: model(batch).square().mean(), [batch], None)(batch).backward()
-    assert all(torch.equal(one.grad, two.grad) for one, two in zip(model.parameters(), plain.parameters(), strict=True))
+    assert all(
+        torch.equal(mine.grad, expected.grad)
+        for mine, expected in zip(model.parameters(), plain.parameters(), strict=True)
+    )
 
 
 def test_a_size_that_is_drawn_breaks_the_step_up():
@@ -287,7 +292,10 @@ def test_two_forwards_before_two_backwards_and_one_that_never_comes(tmp_path, pr
         losses = [step(batch) for batch in batches]
     for loss, gradients in zip(losses[:2], expected, strict=True):
         loss.backward()
-        assert all(torch.equal(one.grad, two) for one, two in zip(model.parameters(), gradients, strict=True))
+        assert all(
+            torch.equal(parameter.grad, gradient)
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True)
+        )
     del losses, loss
     gc.collect()
 
@@ -301,7 +309,10 @@ def test_retain_graph(tmp_path, problem_of):
     loss.backward(retain_graph=True)
     once = [parameter.grad.clone() for parameter in model.parameters()]
     loss.backward()
-    assert all(torch.equal(one.grad, two + two) for one, two in zip(model.parameters(), once, strict=True))
+    assert all(
+        torch.equal(parameter.grad, gradient + gradient)
+        for parameter, gradient in zip(model.parameters(), once, strict=True)
+    )
 
 
 def test_without_gradients_it_behaves_as_plain():
@@ -326,7 +337,9 @@ def test_a_module_whose_loss_is_outside():
     model.zero_grad()
     step = remat.optimize(model, [batch], 0.8)
     step(batch).square().mean().backward()
-    assert all(torch.equal(one.grad, two) for one, two in zip(model.parameters(), expected, strict=True))
+    assert all(
+        torch.equal(parameter.grad, gradient) for parameter, gradient in zip(model.parameters(), expected, strict=True)
+    )
 
 
 def test_as_a_backend_of_torch_compile():
@@ -407,8 +420,8 @@ def test_a_profile_is_used_instead_of_measuring(monkeypatch, tmp_path):
         patched.setattr(measure, lambda *_: pytest.fail("it was to be taken from the profile"))
         again = remat.optimize(model, batch, 0.8, profile=remat.RematProblem.load(tmp_path / "step.json"))
     assert again.plan.problem == problem
-    other, batch = make("gpt")
-    assert remat.optimize(other, batch, None, profile=problem).plan.problem != problem
+    gpt, batch = make("gpt")
+    assert remat.optimize(gpt, batch, None, profile=problem).plan.problem != problem
 
 
 @pytest.mark.parametrize("method", ["recompute", "hybrid"])
@@ -432,7 +445,9 @@ def test_debug_mode_finds_a_storage_too_many(monkeypatch, problem_of):
     step = remat.optimize(model, batch, smallest(problem, "recompute") + 4096, profile=problem, verify=True)
     step(*batch).backward()
     lives = remat._debug.live_bytes
-    monkeypatch.setattr("penstock.remat._debug.live_bytes", lambda *plan: [one - 4096 for one in lives(*plan)])
+    monkeypatch.setattr(
+        "penstock.remat._debug.live_bytes", lambda *plan: [size_bytes - 4096 for size_bytes in lives(*plan)]
+    )
     torch._dynamo.reset()
     step = remat.optimize(model, batch, smallest(problem, "recompute") + 4096, profile=problem, verify=True)
     with pytest.raises(InternalError, match="bytes are held, but"):
@@ -465,7 +480,9 @@ def test_hooks_on_saved_tensors_leave_a_planned_step_alone(tmp_path, problem_of)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
         loss = step(*batch)
     loss.backward()
-    assert all(torch.equal(one.grad, two) for one, two in zip(model.parameters(), expected, strict=True))
+    assert all(
+        torch.equal(parameter.grad, gradient) for parameter, gradient in zip(model.parameters(), expected, strict=True)
+    )
 
 
 def test_each_step_swaps_to_its_own_disk(tmp_path, problem_of):
@@ -495,9 +512,9 @@ def test_dropout_of_half_precision_rounds_as_eager_pytorch_does(dtype, p):
 
     step = remat.optimize(lambda: loss(ours), [], 0.8)
     losses = []
-    for one in (lambda: loss(plain), step):
+    for run in (lambda: loss(plain), step):
         torch.manual_seed(1)
-        losses.append(one())
+        losses.append(run())
         losses[-1].backward()
     assert torch.equal(*losses)
     assert_gradients_equal(plain, ours)
@@ -539,7 +556,7 @@ def test_functions_with_a_backward_of_their_own(share):
     for leaf in leaves:
         leaf.grad.zero_()
     planned(x).backward()
-    assert all(torch.equal(leaf.grad, one) for leaf, one in zip(leaves, expected, strict=True))
+    assert all(torch.equal(leaf.grad, gradient) for leaf, gradient in zip(leaves, expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -556,14 +573,14 @@ def test_dropout_has_eager_pytorchs_bits_for_every_share_and_layout(dtype):
         return torch.stack(losses)
 
     step = remat.optimize(run, [], None)
-    found = []
-    for one in (run, step):
+    results = []
+    for function in (run, step):
         torch.manual_seed(5)
         for pair in leaves:
             pair[0].grad = pair[1].grad = None
-        one().sum().backward()
+        function().sum().backward()
         with torch.no_grad():
-            losses = one()
-        found.append([(*(leaf.grad for leaf in pair), loss) for pair, loss in zip(leaves, losses, strict=True)])
-    different = [percent for percent, *both in zip(percents, *found, strict=True) if not all(map(torch.equal, *both))]
+            losses = function()
+        results.append([(*(leaf.grad for leaf in pair), loss) for pair, loss in zip(leaves, losses, strict=True)])
+    different = [percent for percent, *both in zip(percents, *results, strict=True) if not all(map(torch.equal, *both))]
     assert not different

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Callable
+from enum import IntEnum
 from pathlib import Path
 
 from penstock.errors import InternalError
@@ -24,18 +25,20 @@ from penstock.native._compiler import (
     say_once,
     warn_once,
     why_slower,
+    with_numbers,
 )
 
 _CHECKSUM_BYTES = 32
 _NAMES = ("relational", "remat", "unified")
 
 
-def load(name: str, *, openmp: bool = False) -> ctypes.CDLL | None:
+def load(name: str, *, openmp: bool = False, numbers: tuple[type[IntEnum], ...] = ()) -> ctypes.CDLL | None:
     """Return the library of this package's ``<name>.c``, compiled here or taken from the wheel, else ``None``.
 
-    ``openmp`` compiles for this machine's own processor, with threads of PyTorch's OpenMP runtime.
+    ``openmp`` compiles for this machine's own processor, with threads of PyTorch's OpenMP runtime. ``numbers`` are
+    enumerations whose members the source uses by name.
     """
-    return _own(name, openmp)
+    return _own(name, openmp, numbers)
 
 
 def compile_source(source: str, name: str, *, openmp: bool = False) -> ctypes.CDLL | None:
@@ -89,9 +92,9 @@ def keep_source(source: str, name: str) -> Path:
     file = cache_folder() / name
     if not file.is_file() or file.read_bytes() != source.encode():
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-            made = Path(folder) / name
-            made.write_bytes(source.encode())
-            _replace(made, file)
+            fresh = Path(folder) / name
+            fresh.write_bytes(source.encode())
+            _replace(fresh, file)
     return file
 
 
@@ -103,10 +106,11 @@ def _without_generated() -> str:
 
 
 @functools.cache
-def _own(name: str, openmp: bool) -> ctypes.CDLL | None:
+def _own(name: str, openmp: bool, numbers: tuple[type[IntEnum], ...]) -> ctypes.CDLL | None:
     refused = ""
     try:
-        library = _loaded((Path(__file__).parent / f"{name}.c").read_text(), name, openmp)
+        source = (Path(__file__).parent / f"{name}.c").read_text()
+        library = _loaded(with_numbers(source, numbers), name, openmp)
         if library is not None:
             return library
     except (InternalError, OSError) as error:  # such as a compiler without the headers of the C library
@@ -180,27 +184,27 @@ def is_whole(file: Path) -> bool:
     return hashlib.sha256(raw[:-_CHECKSUM_BYTES]).digest() == raw[-_CHECKSUM_BYTES:]
 
 
-def seal(made: Path) -> None:
+def seal(library: Path) -> None:
     """Append the checksum that ``is_whole`` checks.
 
     Loaders read the parts that the headers name, and ignore the end of the file.
     """
-    raw = made.read_bytes()
-    made.write_bytes(raw + hashlib.sha256(raw).digest())
+    raw = library.read_bytes()
+    library.write_bytes(raw + hashlib.sha256(raw).digest())
 
 
 def _compile(compiler: Command, flags: tuple[str, ...], source: str, name: str, file: Path) -> None:
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-        made = Path(folder) / file.name
-        compile_to(compiler, flags, source, name, made)
-        seal(made)
-        _replace(made, file)  # a concurrent process that compiles the same replaces it with the same
+        fresh = Path(folder) / file.name
+        compile_to(compiler, flags, source, name, fresh)
+        seal(fresh)
+        _replace(fresh, file)  # a concurrent process that compiles the same replaces it with the same
 
 
-def _replace(made: Path, file: Path) -> None:
+def _replace(fresh: Path, file: Path) -> None:
     if file.is_dir() and not file.is_symlink():
         shutil.rmtree(file)
-    made.replace(file)
+    fresh.replace(file)
 
 
 def cache_folder() -> Path:

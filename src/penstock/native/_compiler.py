@@ -6,7 +6,8 @@ import shutil
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from enum import IntEnum
 from pathlib import Path
 
 from penstock.errors import InternalError, PenstockWarning
@@ -33,10 +34,10 @@ _TOLD = "PENSTOCK_TOLD_OF_COMPILER"
 
 def find_compiler() -> Command | None:
     """Return the C compiler: ``$CC``, or the first of cc, gcc and clang on the path; ``None`` without one."""
-    if given := shlex.split(os.environ.get("CC", "")):
-        return tuple(given) if shutil.which(given[0]) else None
-    found = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    return (found,) if found else None
+    if named := shlex.split(os.environ.get("CC", "")):
+        return tuple(named) if shutil.which(named[0]) else None
+    path = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    return (path,) if path else None
 
 
 def compile_to(compiler: Command, flags: tuple[str, ...], source: str, name: str, file: Path) -> None:
@@ -54,10 +55,16 @@ def compile_to(compiler: Command, flags: tuple[str, ...], source: str, name: str
         linked.replace(file)
 
 
+def with_numbers(source: str, numbers: Iterable[type[IntEnum]]) -> str:
+    """Return ``source`` below the members of Python's enumerations, so that the numbers are written only there."""
+    enums = [f"enum {{ {', '.join(f'{member.name} = {member.value}' for member in kind)} }};" for kind in numbers]
+    return "\n".join([*enums, "#line 1", source]) if enums else source  # errors name the lines of the file
+
+
 def why_slower(refused: str = "") -> str:
     """Return what runs slower without compiled libraries, and what to do. ``refused`` is the compiler's message."""
-    given = os.environ.get("CC", "")
-    tried = f"`$CC` names {given!r}, which is not a program" if given else "none of cc, gcc and clang is on the path"
+    named = os.environ.get("CC", "")
+    tried = f"`$CC` names {named!r}, which is not a program" if named else "none of cc, gcc and clang is on the path"
     first = f"the C compiler does not work: {refused}" if refused else f"no C compiler was found ({tried})"
     return (
         f"{first}. Results are the same, but slower: {SLOWER}. {INSTALL}, or a wheel of Penstock, which contains "

@@ -16,10 +16,10 @@ from penstock.native._compiler import Command
 
 def find_cpp_compiler() -> Command | None:
     """Return the command of the C++ compiler: ``$CXX``, or the first of c++, g++ and clang++; ``None`` without one."""
-    if given := shlex.split(os.environ.get("CXX", "")):
-        return tuple(given) if shutil.which(given[0]) else None
-    found = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    return (found,) if found else None
+    if named := shlex.split(os.environ.get("CXX", "")):
+        return tuple(named) if shutil.which(named[0]) else None
+    path = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    return (path,) if path else None
 
 
 def compile_extension(source: Path, flags: Sequence[str], *, versions: str) -> Path:
@@ -41,9 +41,9 @@ def compile_extension(source: Path, flags: Sequence[str], *, versions: str) -> P
 
 def _compile(command: list[str], file: Path) -> None:
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-        made = Path(folder) / file.name
-        outcome = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=False)
+        fresh = Path(folder) / file.name
+        outcome = subprocess.run([*command, "-o", str(fresh)], capture_output=True, text=True, check=False)
         if outcome.returncode:
             raise PenstockError(f"{command[0]} cannot compile {file.stem}: {outcome.stderr.strip()[:2000]}")
-        seal(made)
-        made.replace(file)
+        seal(fresh)
+        fresh.replace(file)

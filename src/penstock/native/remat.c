@@ -1,15 +1,15 @@
 /* The planner's simulation of one training step: the rules are in remat/_simulate.py, which this must equal bit for bit.
 
    One call plays a whole step with a decision for every storage. Lists of operators and storages come as rows: the ids
-   of row i are ids[starts[i]] to ids[starts[i + 1] - 1]. */
+   of row i are ids[starts[i]] to ids[starts[i + 1] - 1].
+
+   KEEP and the other decisions, DONE and the other outcomes are numbers of remat/_decision.py: `penstock.native` puts
+   them above this source when it is compiled. */
 
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-
-enum { KEEP = 0, RECOMPUTE = 1, RECOMPUTE_EACH_TIME = 2, SWAP = 3, RECOMPUTE_EVERY_TIME = 4 };
-enum { DONE = 0, ENDLESS = 1, NO_MEMORY = 2 };
 
 typedef struct {
     int32_t num_operators, num_storages, num_forward, gap;
@@ -109,7 +109,7 @@ static int32_t advance(Play *play, int32_t storage, int32_t index) {
 
 /* Within how many operators it has to be needed again to stay. */
 static int32_t gap(const Play *play, int32_t storage) {
-    return play->decisions[storage] == RECOMPUTE_EVERY_TIME ? 0 : play->graph->gap;
+    return play->decisions[storage] == RECOMPUTE_PER_USE ? 0 : play->graph->gap;
 }
 
 static int is_held(Play *play, int32_t storage, int32_t index) {

@@ -13,6 +13,7 @@
 - `compile_backend`: what ``torch.compile(backend="penstock")`` calls. `Backend`: a backend that can be closed.
 """
 
+from penstock.remat._decision import Decision as Decision
 from penstock.remat._door import Backend as Backend
 from penstock.remat._door import CompiledFunction as CompiledFunction
 from penstock.remat._door import CompiledModule as CompiledModule
@@ -24,7 +25,6 @@ from penstock.remat._plan import RematPlan as RematPlan
 from penstock.remat._plan import pareto as pareto
 from penstock.remat._plan import plan as plan
 from penstock.remat._plan import smallest_budget_bytes as smallest_budget_bytes
-from penstock.remat._problem import Decision as Decision
 from penstock.remat._problem import Method as Method
 from penstock.remat._problem import Operator as Operator
 from penstock.remat._problem import RematProblem as RematProblem

@@ -45,22 +45,22 @@ def leaves(num_leaves: int, *inputs: torch.Tensor | None) -> torch.Tensor:
 
     The leaves are the first inputs. Inputs may be ``None``: a token with which AOTAutograd orders checks.
     """
-    given = [one for one in inputs if one is not None]
-    others = [one for one in given[num_leaves:] if not isinstance(one, torch.nn.Parameter)]
-    storages = frozenset(storage_id(one) for one in others)
-    return _ticket.issue(_Leaves(tuple(given[:num_leaves]), storages))
+    tensors = [tensor for tensor in inputs if tensor is not None]
+    others = [tensor for tensor in tensors[num_leaves:] if not isinstance(tensor, torch.nn.Parameter)]
+    storages = frozenset(storage_id(tensor) for tensor in others)
+    return _ticket.issue(_Leaves(tuple(tensors[:num_leaves]), storages))
 
 
 def deliver(ticket: torch.Tensor, index: int, gradient: torch.Tensor) -> torch.Tensor | None:
     """Add ``gradient`` to that of a leaf, or return it if autograd has to add it. Runs in backward."""
     if _here.discards:
         return None
-    found: _Leaves = _ticket.thing_of(ticket)
-    leaf = found.leaves[index]
+    inputs: _Leaves = _ticket.thing_of(ticket)
+    leaf = inputs.leaves[index]
     if _here.returns or not accumulates_now(leaf):
         return gradient
     held = leaf.grad
-    if held is None or storage_id(held) in found.others:
+    if held is None or storage_id(held) in inputs.others:
         return gradient
     with _adding:
         held.add_(gradient)

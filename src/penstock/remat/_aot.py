@@ -93,8 +93,8 @@ def _outlines(joint: fx.GraphModule, num_forward_outputs: int) -> tuple[fx.Graph
     for node in nodes:
         if node.op == "placeholder" and "tangents" not in node.name:
             inside[node] = _copy(forward.placeholder(node.name), node)
-    made = [_stand_in(forward, inside, node) for node in results[:num_forward_outputs]]
-    forward.output((*made, forward.call_function(_never)))  # without a value: no buffer that backward may reuse
+    outputs = [_stand_in(forward, inside, node) for node in results[:num_forward_outputs]]
+    forward.output((*outputs, forward.call_function(_never)))  # without a value: no buffer that backward may reuse
     backward.placeholder("saved_ticket").meta["val"] = ticket
     inside = {}
     for node in nodes:
@@ -121,9 +121,9 @@ def _stand_in(graph: fx.Graph, inside: dict[fx.Node, fx.Node], node: Any) -> Any
     return _copy(graph.call_function(_never), node)
 
 
-def _copy(made: fx.Node, node: fx.Node) -> fx.Node:
-    made.meta = dict(node.meta)
-    return made
+def _copy(copy: fx.Node, node: fx.Node) -> fx.Node:
+    copy.meta = dict(node.meta)
+    return copy
 
 
 def _never() -> torch.Tensor:
@@ -149,12 +149,12 @@ def _operators_stay_whole() -> Iterator[None]:
 @functools.cache
 def _whole_operators() -> list[torch._ops.OpOverload]:
     names = [name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names()]
-    found = []
-    for name, _, overload in (one.partition(".") for one in names if one.startswith(_WHOLE)):
+    operators = []
+    for name, _, overload in (full_name.partition(".") for full_name in names if full_name.startswith(_WHOLE)):
         packet = getattr(torch.ops.aten, name)
         if (overload or "default") in packet.overloads():
-            found.append(getattr(packet, overload or "default"))
-    return found
+            operators.append(getattr(packet, overload or "default"))
+    return operators
 
 
 @contextlib.contextmanager

@@ -23,10 +23,10 @@ def function_of(call: fx.Node) -> Callable[..., Any]:
         return run_forward
     if call.target is BACKWARD:
         return run_backward
-    found = _FUNCTIONS.get(call.target)
-    value = call.args[0].meta.get("val") if found is not None and isinstance(call.args[0], fx.Node) else None
+    function = _FUNCTIONS.get(call.target)
+    value = call.args[0].meta.get("val") if function is not None and isinstance(call.args[0], fx.Node) else None
     if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dtype in _ROUNDED:
-        return found or call.target
+        return function or call.target
     return call.target
 
 

@@ -7,9 +7,10 @@ from typing import Any
 from torch import fx, nn
 
 from penstock.remat import _capture
-from penstock.remat._piece import Call, Variant, storage_of, weak_storage
+from penstock.remat._arguments import storage_of, weak_storage
+from penstock.remat._piece import Call, Variant
 from penstock.remat._plan import RematPlan
-from penstock.remat._together import Link
+from penstock.remat._together import GraphLink
 from penstock.remat._verify import live_bytes
 
 
@@ -38,8 +39,8 @@ class Statics:
     """Storages of a call's arguments: parameters with their gradients, and other storages, by identity."""
 
     def __init__(self, arguments: Sequence[Any], *, accumulates: bool):
-        self.storages = [storage_of(one)[0] for one in arguments]
-        self._held = [weak_storage(one) for one in arguments]
+        self.storages = [storage_of(argument)[0] for argument in arguments]
+        self._held = [weak_storage(argument) for argument in arguments]
         """Weak references. While they live, no other storage gets one of these identities."""
         self.parameters: dict[int, int] = {}
         self.missing: dict[int, int] = {}
@@ -47,38 +48,40 @@ class Statics:
         self.gradient_bytes = 0
         """Bytes of the gradients that exist."""
         self.others: dict[int, int] = {}
-        for one in arguments:
-            if isinstance(one, nn.Parameter):
-                has_gradient = accumulates and one.requires_grad
-                self.parameters[id(one)] = one.nbytes * (2 if has_gradient else 1)
-                if has_gradient and one.grad is None:
-                    self.missing[id(one)] = one.nbytes
+        for argument in arguments:
+            if isinstance(argument, nn.Parameter):
+                has_gradient = accumulates and argument.requires_grad
+                self.parameters[id(argument)] = argument.nbytes * (2 if has_gradient else 1)
+                if has_gradient and argument.grad is None:
+                    self.missing[id(argument)] = argument.nbytes
                 elif has_gradient:
-                    self.gradient_bytes += one.nbytes
+                    self.gradient_bytes += argument.nbytes
             else:
-                key, size_bytes = storage_of(one)
+                key, size_bytes = storage_of(argument)
                 self.others[key] = size_bytes
 
 
-def links_of(step: Sequence[Done]) -> list[Link]:
+def links_of(step: Sequence[Done]) -> list[GraphLink]:
     """Return which results of the step's graphs were arguments of later graphs."""
-    links: list[Link] = []
-    made: dict[int, tuple[int, int]] = {}
+    links: list[GraphLink] = []
+    results: dict[int, tuple[int, int]] = {}
     for target, done in enumerate(step):
         captured = done.variant.captured
         assert captured is not None
-        for at, key in enumerate(done.statics.storages):
-            if key in made:
-                source, storage = made[key]
-                links.append(Link(source=source, storage=storage, target=target, gradient=_gradient_of(captured, at)))
+        for position, key in enumerate(done.statics.storages):
+            if key in results:
+                source, storage = results[key]
+                links.append(
+                    GraphLink(source=source, storage=storage, target=target, gradient=_gradient_of(captured, position))
+                )
         for node, (key, _) in zip(captured.forward_outputs, done.results, strict=True):
             storage_number = captured.storage_of.get(node) if isinstance(node, fx.Node) else None
             if key and storage_number is not None:
-                made[key] = (target, storage_number)
+                results[key] = (target, storage_number)
     return links
 
 
-def _gradient_of(captured: _capture.Captured, argument: int) -> int | None:
+def _gradient_of(captured: _capture.JointGraph, argument: int) -> int | None:
     node = captured.gradients[argument] if argument < len(captured.gradients) else None
     return captured.storage_of.get(node) if isinstance(node, fx.Node) else None
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from penstock.devices import backend_of, is_accelerator
 from penstock.errors import CaptureError
@@ -31,10 +31,12 @@ _DEPEND_ON_STRIDES = (torch.ops.aten.as_strided.default, torch.ops.aten._reshape
 
 
 @dataclass(slots=True)
-class Captured:
+class JointGraph:
     """A joint graph, with the nodes that represent the operators and storages of the problem."""
 
     graph: fx.Graph
+    owner: nn.Module
+    """The module whose attributes ``get_attr`` nodes of the graph refer to."""
     num_forward_outputs: int
     primals: list[fx.Node] = field(default_factory=list)
     """Inputs of forward: parameters, buffers and arguments."""
@@ -73,7 +75,7 @@ class Captured:
     def device(self) -> torch.device:
         """The device of the primals; an accelerator if any is on one."""
         tensors = [tensor for node in self.primals for tensor in tensors_of(node)]
-        return max((one.device for one in tensors), key=is_accelerator, default=torch.device("cpu"))
+        return max((tensor.device for tensor in tensors), key=is_accelerator, default=torch.device("cpu"))
 
     @property
     def takes_any_layout(self) -> bool:
@@ -88,18 +90,19 @@ class Captured:
     @property
     def gradient_bytes(self) -> int:
         """Bytes of the gradients that backward makes, or of the leaves' gradients that it adds to."""
-        made = [node.all_input_nodes[0] if node.target is accumulate else node for node in self._gradient_nodes]
-        return sum(tensor.nbytes for node in made for tensor in tensors_of(node))
+        nodes = [node.all_input_nodes[0] if node.target is accumulate else node for node in self._gradient_nodes]
+        return sum(tensor.nbytes for node in nodes for tensor in tensors_of(node))
 
     @property
     def _gradient_nodes(self) -> list[fx.Node]:
         return [node for node in self.gradients if isinstance(node, fx.Node)]
 
 
-def read(graph: fx.Graph, num_forward_outputs: int) -> Captured:
+def read(joint: fx.GraphModule, num_forward_outputs: int) -> JointGraph:
     """Sort the nodes of a joint graph. Raise ``CaptureError`` for nodes that cannot be planned."""
+    graph = joint.graph
     _correct_norms(graph)
-    captured = Captured(graph=graph, num_forward_outputs=num_forward_outputs)
+    captured = JointGraph(graph=graph, owner=joint, num_forward_outputs=num_forward_outputs)
     owners: dict[int, int] = {}
     static: dict[int, int] = {}
     forward: list[fx.Node] = []
@@ -198,8 +201,9 @@ def separate_sums(graph: fx.Graph, num_forward_outputs: int, groups: Sequence[Se
         terms: list[Any] = [results[num_forward_outputs + first]]
         while len(terms) <= len(further) and _is_sum(terms[0]):
             terms[:1] = terms[0].args
-        for at, term in zip([first, *reversed(further)], terms, strict=False):
-            results[num_forward_outputs + at] = term
+        # autograd runs the aliases of an input from the last one backwards, after the first
+        for position, term in zip([first, *reversed(further)], terms, strict=False):
+            results[num_forward_outputs + position] = term
     output.args = (tuple(results),)
     graph.eliminate_dead_code()
 
@@ -208,8 +212,8 @@ def _is_sum(node: Any) -> bool:
     """Whether a gradient is the sum of all earlier terms and one more."""
     if not isinstance(node, fx.Node) or node.target is not torch.ops.aten.add.Tensor or len(node.args) != 2:
         return False
-    tensors = [one.meta["val"] for one in (node, *node.args) if isinstance(one, fx.Node)]
-    same = len({(tuple(one.shape), one.dtype) for one in tensors if isinstance(one, torch.Tensor)}) == 1
+    tensors = [term.meta["val"] for term in (node, *node.args) if isinstance(term, fx.Node)]
+    same = len({(tuple(tensor.shape), tensor.dtype) for tensor in tensors if isinstance(tensor, torch.Tensor)}) == 1
     return is_backward(node) and len(node.users) == 1 and len(tensors) == 3 and same
 
 
@@ -239,7 +243,7 @@ def keeps_graph() -> bool:
 
 
 def problem_of(
-    captured: Captured, durations_s: Sequence[float], workspaces: Sequence[int], **lanes: Any
+    captured: JointGraph, durations_s: Sequence[float], workspaces: Sequence[int], **lanes: Any
 ) -> RematProblem:
     """Return the problem of a captured graph with measured operators.
 
@@ -290,11 +294,13 @@ def problem_of(
     return RematProblem(operators=operators, num_forward=captured.num_forward, storages=storages, **lanes)
 
 
-def costs_of(captured: Captured, profile: RematProblem) -> tuple[list[float], list[int]] | None:
+def costs_of(captured: JointGraph, profile: RematProblem) -> tuple[list[float], list[int]] | None:
     """Return times and workspaces from a problem of the same operators; ``None`` if the operators differ."""
-    if [_target(call) for call in captured.calls] != [one.target for one in profile.operators]:
+    if [_target(call) for call in captured.calls] != [operator.target for operator in profile.operators]:
         return None
-    return [one.duration_s for one in profile.operators], [one.workspace_bytes for one in profile.operators]
+    return [operator.duration_s for operator in profile.operators], [
+        operator.workspace_bytes for operator in profile.operators
+    ]
 
 
 def is_view(node: fx.Node) -> bool:
@@ -322,8 +328,8 @@ def is_random(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload) or _RANDOM not in node.target.tags:
         return False
     names = [argument.name for argument in node.target._schema.arguments]
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    return bool(given.get("dropout_p", None) != 0.0)  # attention without dropout draws nothing
+    arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return bool(arguments.get("dropout_p", None) != 0.0)  # attention without dropout draws nothing
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
@@ -340,7 +346,7 @@ def taken_from(call: fx.Node) -> set[int] | None:
     """
     if not isinstance(call.meta.get("val"), list | tuple):
         return None
-    return {one.args[1] for one in call.users if one.target is operator.getitem}  # type: ignore[misc]
+    return {user.args[1] for user in call.users if user.target is operator.getitem}  # type: ignore[misc]
 
 
 def device_of(call: fx.Node) -> torch.device:
@@ -380,7 +386,7 @@ def _last_of_group(node: fx.Node) -> fx.Node:
     return node
 
 
-def _place_input(captured: Captured, node: fx.Node) -> None:
+def _place_input(captured: JointGraph, node: fx.Node) -> None:
     if "tangents" in node.name:
         captured.tangents.append(node)
     elif "primals" in node.name:
@@ -389,10 +395,10 @@ def _place_input(captured: Captured, node: fx.Node) -> None:
         raise CaptureError(f"the captured graph has the input {node.name}, which cannot be planned")
 
 
-def _changed(captured: Captured) -> set[fx.Node]:
+def _changed(captured: JointGraph) -> set[fx.Node]:
     """Return the changed primals, found by AOTAutograd's descriptions of inputs and outputs."""
     descriptions = _output_of(captured.graph).meta.get("desc") or []
-    changed = [getattr(one, "mutated_input", None) for one in descriptions]
+    changed = [getattr(description, "mutated_input", None) for description in descriptions]
     return {node for node in captured.primals if node.meta.get("desc") is not None and node.meta["desc"] in changed}
 
 
@@ -411,7 +417,7 @@ def _looks_at_an_input(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     schema = node.target._schema
-    return not schema.is_mutable and any(one.alias_info is not None for one in schema.returns)
+    return not schema.is_mutable and any(result.alias_info is not None for result in schema.returns)
 
 
 def _correct_norms(graph: fx.Graph) -> None:
@@ -425,21 +431,23 @@ def _correct_norms(graph: fx.Graph) -> None:
     for node in graph.nodes:
         value = node.meta.get("val")
         if anew.intersection(node.all_input_nodes) and (node.target is operator.getitem or _looks_at_an_input(node)):
-            node.meta["val"] = node.target(*fx.map_arg(node.args, lambda one: one.meta["val"]), **node.kwargs)
+            node.meta["val"] = node.target(*fx.map_arg(node.args, lambda argument: argument.meta["val"]), **node.kwargs)
             anew.add(node)
             continue
         if node.target not in _NORMS or not isinstance(value, list | tuple):
             continue
         corrected = list(value)
-        for at, places in _NORMS[node.target].items():
-            like = next((one for one in map(node.args.__getitem__, places) if isinstance(one, fx.Node)), None)
-            if like is None or corrected[at] is None:  # a gradient that is not needed
+        for index, places in _NORMS[node.target].items():
+            like = next(
+                (argument for argument in map(node.args.__getitem__, places) if isinstance(argument, fx.Node)), None
+            )
+            if like is None or corrected[index] is None:  # a gradient that is not needed
                 continue
-            if corrected[at].device.type != "cpu" and at in _MEAN_AND_DEVIATION:
+            if corrected[index].device.type != "cpu" and index in _MEAN_AND_DEVIATION:
                 continue
             dtype = like.meta["val"].dtype
-            if corrected[at].dtype != dtype:
-                corrected[at] = torch.empty_like(corrected[at], dtype=dtype)
+            if corrected[index].dtype != dtype:
+                corrected[index] = torch.empty_like(corrected[index], dtype=dtype)
                 anew.add(node)
         node.meta["val"] = tuple(corrected)
 
@@ -470,14 +478,14 @@ def _values_of(call: fx.Node) -> list[fx.Node]:
     return [call]
 
 
-def _read_by(captured: Captured, call: fx.Node) -> list[int]:
+def _read_by(captured: JointGraph, call: fx.Node) -> list[int]:
     return [captured.storage_of[node] for node in call.all_input_nodes if node in captured.storage_of]
 
 
 def _all_alias(node: fx.Node, tensors: list[torch.Tensor]) -> bool:
     if not tensors or node.op != "call_function" or node.target is operator.getitem or _changes_an_input(node):
         return False
-    known = {storage_id(tensor) for one in node.all_input_nodes for tensor in tensors_of(one)}
+    known = {storage_id(tensor) for argument in node.all_input_nodes for tensor in tensors_of(argument)}
     return all(storage_id(tensor) in known for tensor in tensors)
 
 

@@ -61,10 +61,10 @@ class _Checker(fx.Interpreter):
         slot = self._slots.get(node.name)
         if slot is not None:
             taken = node.meta[TAKEN]
-            self._check(node, slot, result if taken is None else [result[at] for at in taken])
+            self._check(node, slot, result if taken is None else [result[index] for index in taken])
         if node.target is deliver:  # a gradient that was not added exists from here on
             returned = _storages(result)
-            self._returned_bytes += sum(one.nbytes() for one in returned.values())
+            self._returned_bytes += sum(storage.nbytes() for storage in returned.values())
             self._static |= returned
         return result
 
@@ -81,11 +81,15 @@ class _Checker(fx.Interpreter):
         """Return bytes that the plan counts but that handles or the caller may hold instead of the graph."""
         storages = self._problem.storages
         edges = 3 * self._problem.swap_page_bytes  # an upper bound
-        unseen = sum(storages[one].size_bytes + edges for one in self._plan.gone_slots)
+        unseen = sum(storages[swapped].size_bytes + edges for swapped in self._plan.gone_slots)
         unseen += self._returned_bytes  # until they are read for the last time
         if slot >= self._problem.num_forward:
-            given = [one for one in storages if one.producer < self._problem.num_forward or self._is_tangent(one)]
-            unseen += sum(one.size_bytes for one in given if one.is_output)
+            from_forward = [
+                storage
+                for storage in storages
+                if storage.producer < self._problem.num_forward or self._is_tangent(storage)
+            ]
+            unseen += sum(storage.size_bytes for storage in from_forward if storage.is_output)
         return unseen
 
     def _is_tangent(self, storage: Storage) -> bool:
@@ -94,5 +98,5 @@ class _Checker(fx.Interpreter):
 
 def _storages(value: Any) -> dict[int, torch.UntypedStorage]:
     """Return the storages of all tensors in ``value``, by identity."""
-    storages = [one.untyped_storage() for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
-    return {id_of(one): one for one in storages}
+    storages = [leaf.untyped_storage() for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return {id_of(storage): storage for storage in storages}

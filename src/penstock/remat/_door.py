@@ -24,7 +24,7 @@ from penstock.remat._explain import Planned
 from penstock.remat._meter import StepMeter
 from penstock.remat._rest import EagerRest, MakeOffloading, Offloading, is_refused_beside
 from penstock.remat._session import Session
-from penstock.remat._settings import Settings
+from penstock.remat._settings import PlanSettings
 
 _OFFLOADING = "penstock.integrations:offloading_of_the_rest"
 """The function that offloads an eager rest. It is found on first use, in a package that may import several rooms."""
@@ -32,11 +32,11 @@ _WORTH_BYTES = 2**20
 """Size below which an eager rest is not worth offloading."""
 
 
-class _OfThread(threading.local):
+class _RunningSession(threading.local):
     session: Session | None = None
 
 
-_mine = _OfThread()
+_running = _RunningSession()
 
 
 def modules_of(function: Any) -> tuple[nn.Module, ...]:
@@ -53,11 +53,11 @@ def modules_of(function: Any) -> tuple[nn.Module, ...]:
     with contextlib.suppress(TypeError, ValueError):
         names = inspect.getclosurevars(inspect.unwrap(function))
         named += (*names.nonlocals.values(), *names.globals.values())
-    return tuple({id(one): one for one in named if isinstance(one, nn.Module)}.values())
+    return tuple({id(module): module for module in named if isinstance(module, nn.Module)}.values())
 
 
 def _tensors_of(arguments: Any) -> list[torch.Tensor]:
-    return [one for one in pytree.tree_leaves(arguments) if isinstance(one, torch.Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
 
 
 class Door:
@@ -76,14 +76,14 @@ class Door:
     def call(self, *arguments: Any) -> Iterator[None]:
         """Enclose one call with these arguments, as far as they are known."""
         session = self.session
-        before, _mine.session = _mine.session, session
+        before, _running.session = _running.session, session
         session.num_calls += 1
         try:
             if not session.beside.modules and not session.pieces:
                 session.beside.modules = modules_of(_dynamo.compiled_function())
             session.held_by_ddp(_dynamo.held_by_ddp(session.beside.modules))
             standing = (
-                *(one for module in session.beside.modules for one in module.buffers()),
+                *(buffer for module in session.beside.modules for buffer in module.buffers()),
                 *_tensors_of(arguments),
             )
             as_eager = session.settings.as_eager
@@ -102,7 +102,7 @@ class Door:
                 session.planner.not_kept.under_transforms()
             raise
         finally:
-            _mine.session = before
+            _running.session = before
             session.rest_saved(self._rest.take_peak())
             if session.beside.rest_bytes >= _WORTH_BYTES and session.settings.has_tiers:
                 self.offload_rest()
@@ -191,9 +191,9 @@ class CompiledFunction:
         held = weakref.ref(session)
 
         def backend(graph: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
-            found = held()
-            assert found is not None  # the caller of the step holds the session
-            return found.take(graph)
+            alive = held()
+            assert alive is not None  # the caller of the step holds the session
+            return alive.take(graph)
 
         own = set(vars(function)) if isinstance(function, nn.Module) else None
         self._compiled: Callable[..., Any] = torch.compile(function, backend=backend)
@@ -259,7 +259,7 @@ def compile(  # noqa: A001
         )
     if isinstance(model, type):
         raise must_be("model", "a module or a function", model, "penstock.remat.compile(model, budget='6GiB')")
-    session = Session(Settings.of_options(options))
+    session = Session(PlanSettings.of_options(options))
     return CompiledModule(model, session) if isinstance(model, nn.Module) else CompiledFunction(model, session)
 
 
@@ -271,7 +271,7 @@ class Backend:
     """
 
     def __init__(self, **options: Any):
-        self._door: Door | None = Door(Session(Settings.of_options(options)))
+        self._door: Door | None = Door(Session(PlanSettings.of_options(options)))
         _dynamo.own_calls()
 
     @checked("torch.compile(model, backend=penstock.remat.Backend(budget='6GiB'))")
@@ -336,18 +336,18 @@ class _NamedBackend:
         self, module: fx.GraphModule, _: list[Any], *, options: dict[str, Any] | None = None, **_others: Any
     ) -> Callable[..., Any]:
         """Take a graph. PyTorch calls it for each graph; options are those of ``optimize``."""
-        session = _mine.session
+        session = _running.session
         if session is None or session.options is not options:
             if id(options) not in self._without_calls:
-                made = Session(Settings.of_options(options or {}), options=options)
-                self._without_calls[id(options)] = (options, made)
+                fresh = Session(PlanSettings.of_options(options or {}), options=options)
+                self._without_calls[id(options)] = (options, fresh)
             session = self._without_calls[id(options)][1]
         return session.take(module)
 
     def context_of(self, keywords: dict[str, Any]) -> Callable[[], contextlib.AbstractContextManager[None]]:
         """Return the context around each call of what one ``torch.compile`` returned."""
         options = keywords["options"] = _Options(keywords.get("options") or {})
-        return Door(Session(Settings.of_options(options), options=options)).call
+        return Door(Session(PlanSettings.of_options(options), options=options)).call
 
 
 compile_backend = _NamedBackend()

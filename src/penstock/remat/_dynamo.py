@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 
 from penstock.errors import PenstockWarning
-from penstock.remat import _packed
+from penstock.remat import _rnn
 from penstock.remat._warn import warn
 from penstock.tiers import gate
 
@@ -43,7 +43,7 @@ def tracing_a_step(*, as_eager: bool = True, has_rest: bool = False) -> Iterator
     """Let Dynamo trace whole what a plan needs whole, and guard every parameter, inside this context.
 
     Settings are restored afterwards. Calls of loggers are left out of a step instead of ending its graph. RNNs are
-    traced, also over packed sequences (`_packed.py`). The number of shapes is not limited. Hooks that a module gets
+    traced, also over packed sequences (`_rnn.py`). The number of shapes is not limited. Hooks that a module gets
     later are noticed. PyTorch 2.11 skips guards of a module whose attributes are the same objects, as they are after
     ``model.double()`` and ``parameter.requires_grad_(False)``.
 
@@ -54,25 +54,27 @@ def tracing_a_step(*, as_eager: bool = True, has_rest: bool = False) -> Iterator
     import torch._dynamo.config as dynamo_config
     from torch._dynamo.variables.torch import tracing_state_functions
 
-    names = [one for one in vars(logging.Logger) if one.partition("_")[0] in _LEVELS]
-    ignored = {getattr(logging.Logger, one) for one in names} | set(dynamo_config.ignore_logging_functions)
+    names = [name for name in vars(logging.Logger) if name.partition("_")[0] in _LEVELS]
+    ignored = {getattr(logging.Logger, name) for name in names} | set(dynamo_config.ignore_logging_functions)
     settings = {
         "ignore_logging_functions": _Functions(ignored),
         "skip_tensor_guards_with_matching_dict_tags": False,
-        "skip_nnmodule_hook_guards": False,
+        "skip_nnmodule_hook_guards": False,  # otherwise hooks that are registered after the first call never run
         "allow_rnn": True,
-        "enable_dynamo_decompositions": False,
+        "enable_dynamo_decompositions": False,  # they round differently (``addcdiv``)
         "use_numpy_random_stream": True,
         "recompile_limit": max(_NO_LIMIT, dynamo_config.recompile_limit),
         "accumulated_recompile_limit": max(_NO_LIMIT, dynamo_config.accumulated_recompile_limit),
         "suppress_errors": has_rest,
     }
     changes: dict[tuple[Any, str], Any] = {(dynamo_config, name): value for name, value in settings.items()}
-    others: dict[tuple[Any, str], Any] = {(kind, "forward"): one for kind, one in _packed.forwards(outside).items()}
+    others: dict[tuple[Any, str], Any] = {
+        (kind, "forward"): forward for kind, forward in _rnn.forwards(outside).items()
+    }
     others[gate, "may_trace"] = True
-    of_config = _of_thread.of_pytorch if _has_settings_per_thread() else _of_pytorch
+    of_config = _config_of_thread.of_pytorch if _has_settings_per_thread() else _of_pytorch
     answers = tracing_state_functions()
-    asked = [one for one in answers if getattr(one, "__name__", "") in _ASKED] if as_eager else []
+    asked = [question for question in answers if getattr(question, "__name__", "") in _ASKED] if as_eager else []
     told = dict.fromkeys([*asked, torch.cuda.is_current_stream_capturing], False)
     _of_pytorch.enter(others, answers, told)
     of_config.enter(changes, {}, {})
@@ -130,12 +132,12 @@ class _OfPyTorch:
 _of_pytorch = _OfPyTorch()
 
 
-class _OfThread(threading.local):
+class _ConfigOfThread(threading.local):
     def __init__(self) -> None:
         self.of_pytorch = _OfPyTorch()
 
 
-_of_thread = _OfThread()
+_config_of_thread = _ConfigOfThread()
 
 
 def is_untested() -> bool:
@@ -180,12 +182,12 @@ def own_calls() -> None:
     from torch._dynamo.repro.after_dynamo import WrapBackendDebug
 
     wrapper: Any = torch._TorchCompileWrapper  # type: ignore[attr-defined]
-    if not isinstance(vars(wrapper).get(_CONTEXT), _Context):
-        setattr(wrapper, _CONTEXT, _Context(_context_of_ours))
-        setattr(WrapBackendDebug, _CONTEXT, _Context(_context_of_wrapped))
+    if not isinstance(vars(wrapper).get(_CONTEXT), _ContextAttribute):
+        setattr(wrapper, _CONTEXT, _ContextAttribute(_context_of_ours))
+        setattr(WrapBackendDebug, _CONTEXT, _ContextAttribute(_context_of_wrapped))
 
 
-class _Context:
+class _ContextAttribute:
     """An attribute that instances may override.
 
     What a backend sets on itself takes precedence.
@@ -227,8 +229,17 @@ def held_by_ddp(modules: Sequence[nn.Module]) -> int:
     """Return the bytes of DDP's buckets for reducing gradients, if one of ``modules`` is DDP or DDP calls them."""
     ddp = nn.parallel.DistributedDataParallel
     active = ddp._get_active_ddp_module()
-    found = {id(one): one for one in (active, *modules) if isinstance(one, ddp) and not one.gradient_as_bucket_view}
-    return sum(two.nbytes for one in found.values() for two in one.parameters() if two.requires_grad)
+    wrappers = {
+        id(module): module
+        for module in (active, *modules)
+        if isinstance(module, ddp) and not module.gradient_as_bucket_view
+    }
+    return sum(
+        parameter.nbytes
+        for wrapper in wrappers.values()
+        for parameter in wrapper.parameters()
+        if parameter.requires_grad
+    )
 
 
 def compiling_alone() -> contextlib.AbstractContextManager[Any]:
@@ -304,4 +315,4 @@ def is_number(node: fx.Node) -> bool:
         return True
     if not getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False):
         return False  # otherwise an array of NumPy, or a float of which only the value is read
-    return bool(node.users) and all(one.op == "call_method" and one.target == "item" for one in node.users)
+    return bool(node.users) and all(user.op == "call_method" and user.target == "item" for user in node.users)

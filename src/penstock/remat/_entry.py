@@ -8,4 +8,4 @@ from penstock.remat._dynamo import own_calls
 
 __all__ = ["compile_backend"]
 
-own_calls()
+own_calls()  # on import: PyTorch asks for the context around calls before it calls the backend

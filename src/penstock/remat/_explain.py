@@ -44,11 +44,13 @@ class Planned:
 
     def reasons(self) -> list[tuple[int, str]]:
         """Return, per storage that backward needs, its number and the decision on it, the largest first."""
-        needed = {one for operator in self.problem.operators[self.problem.num_forward :] for one in operator.inputs}
+        needed = {
+            storage for operator in self.problem.operators[self.problem.num_forward :] for storage in operator.inputs
+        }
         forward = [
             index
-            for index, one in enumerate(self.problem.storages)
-            if one.producer < self.problem.num_forward and (index in needed or self._is_kept_for_others(index))
+            for index, storage in enumerate(self.problem.storages)
+            if storage.producer < self.problem.num_forward and (index in needed or self._is_kept_for_others(index))
         ]
         forward.sort(key=lambda index: (-self.problem.storages[index].size_bytes, index))
         return [(index, self._reason(index)) for index in forward]
@@ -58,9 +60,9 @@ class Planned:
         plan, problem = self.plan, self.problem
         budget = f" in a budget of {format_bytes(self.budget_bytes)}" if self.has_budget else ""
         graphs = f"{self.num_graphs} graphs" if self.num_graphs > 1 else ""
-        shapes = [one for one in dict.fromkeys(self.shapes) if one]
+        shapes = [shape for shape in dict.fromkeys(self.shapes) if shape]
         more = "..." if len(shapes) > _MAX_SHAPES else ""
-        of = ", ".join(one for one in (*shapes[:_MAX_SHAPES], more, graphs) if one)
+        of = ", ".join(part for part in (*shapes[:_MAX_SHAPES], more, graphs) if part)
         lines = [f"for {of}:"] if of else []
         lines += [
             f"peak {format_bytes(plan.peak_bytes)}{budget} (without a plan {format_bytes(plan.keep_all_peak_bytes)}), "
@@ -79,7 +81,11 @@ class Planned:
 
     def _is_kept_for_others(self, index: int) -> bool:
         slots = self.plan.slots[self.problem.num_forward :]
-        return any(index in self.problem.operators[one].inputs for one in set(slots) if one < self.problem.num_forward)
+        return any(
+            index in self.problem.operators[operator].inputs
+            for operator in set(slots)
+            if operator < self.problem.num_forward
+        )
 
     def _reason(self, index: int) -> str:
         storage = self.problem.storages[index]

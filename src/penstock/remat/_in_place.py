@@ -27,7 +27,7 @@ With other operators, fake results might hide that they are not.
 
 def add_in_place(graph: fx.Graph) -> None:
     """Rewrite those sums of a joint graph's backward whose first or second term is not read later."""
-    position = {node: at for at, node in enumerate(graph.nodes)}
+    position = {node: index for index, node in enumerate(graph.nodes)}
     on_storage: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
         for key in {storage_id(tensor) for tensor in tensors_of(node)}:
@@ -51,7 +51,7 @@ def _fit(node: fx.Node, term: object, other: object) -> bool:
     """Whether ``term`` fills a storage exactly like the sum's, so that the sum may be written into it."""
     if not isinstance(term, fx.Node) or not isinstance(other, fx.Node):
         return False
-    total, first, second = (one.meta.get("val") for one in (node, term, other))
+    total, first, second = (summand.meta.get("val") for summand in (node, term, other))
     return (
         isinstance(total, torch.Tensor)
         and isinstance(first, torch.Tensor)
@@ -76,7 +76,7 @@ def _dies_with(node: fx.Node, holders: list[fx.Node], position: dict[fx.Node, in
     maker = holders[0]
     if maker.target not in _MAKERS or not is_backward(maker):
         return False
-    readers = {reader for one in holders for reader in one.users}
+    readers = {reader for holder in holders for reader in holder.users}
     if any(reader.target is accumulate or is_collective(reader) for reader in readers):
         return False
     return all(position[reader] <= position[node] for reader in readers)
@@ -84,7 +84,7 @@ def _dies_with(node: fx.Node, holders: list[fx.Node], position: dict[fx.Node, in
 
 def _have_dtype_of_sum(holders: list[fx.Node], node: fx.Node) -> bool:
     """Whether all values on a sum's storage have its dtype, so that strides alone define how they view it."""
-    return all(tensor.dtype == node.meta["val"].dtype for one in holders for tensor in tensors_of(one))
+    return all(tensor.dtype == node.meta["val"].dtype for holder in holders for tensor in tensors_of(holder))
 
 
 def _move(holders: Iterable[fx.Node], term: fx.Node) -> None:
@@ -95,7 +95,7 @@ def _move(holders: Iterable[fx.Node], term: fx.Node) -> None:
         if isinstance(old, torch.Tensor):
             node.meta["val"] = _view_like(value, old)
         else:
-            node.meta["val"] = type(old)(_view_like(value, one) for one in old)
+            node.meta["val"] = type(old)(_view_like(value, part) for part in old)
 
 
 def _view_like(value: torch.Tensor, old: torch.Tensor) -> torch.Tensor:

@@ -40,17 +40,17 @@ def compiled(module: fx.GraphModule) -> Runner:
 
     def runner(arguments: list[Any]) -> Any:
         values: dict[fx.Node, Any] = {}
-        given = iter(arguments)
+        remaining = iter(arguments)
         for node in module.graph.nodes:
             if node.op == "placeholder":
-                values[node] = next(given)
-        del given
+                values[node] = next(remaining)
+        del remaining
         arguments.clear()
         result = None
         for piece in pieces:
             gone = dies.get(id(piece), ())
             if isinstance(piece, _Piece):
-                taken = [values.pop(one) if one in gone else values[one] for one in piece.inputs]
+                taken = [values.pop(node) if node in gone else values[node] for node in piece.inputs]
                 values |= zip(piece.outputs, piece.run(taken), strict=True)
             elif piece.op == "output":
                 result = fx.node.map_arg(piece.args[0], values.__getitem__)
@@ -60,8 +60,8 @@ def compiled(module: fx.GraphModule) -> Runner:
                 given_here = fx.node.map_arg((piece.args, piece.kwargs), values.__getitem__)
                 values[piece] = piece.target(*given_here[0], **given_here[1])  # type: ignore[operator]
                 del given_here
-            for one in gone:
-                values.pop(one, None)
+            for node in gone:
+                values.pop(node, None)
         return result
 
     return boxed_function(runner)
@@ -74,10 +74,10 @@ def _cuts(graph: fx.Graph) -> Iterator[list[fx.Node]]:
         if _is_pure(node):
             run.append(node)
             continue
-        if sum(one.target is not operator.getitem and not is_view(one) for one in run) >= _MIN_CALLS:
+        if sum(call.target is not operator.getitem and not is_view(call) for call in run) >= _MIN_CALLS:
             yield run
         else:
-            yield from ([one] for one in run)
+            yield from ([call] for call in run)
         run = []
         yield [node]
 
@@ -92,7 +92,9 @@ def _is_pure(node: fx.Node) -> bool:
 
 def _piece(module: fx.GraphModule, nodes: list[fx.Node]) -> _Piece:
     inside = set(nodes)
-    inputs = list(dict.fromkeys(one for node in nodes for one in node.all_input_nodes if one not in inside))
+    inputs = list(
+        dict.fromkeys(argument for node in nodes for argument in node.all_input_nodes if argument not in inside)
+    )
     outputs = [node for node in nodes if any(user not in inside for user in node.users)]
     graph = fx.Graph()
     copies = {node: graph.placeholder(node.name) for node in inputs}

@@ -42,7 +42,7 @@ class Measured:
     def keeps(self, key: Key, known: Iterable[Key]) -> None:
         """Note that a step of this sequence kept the budget. Measuring ends if all ``known`` ones do."""
         self._nums[key] = _MAX_MEASURED
-        if all(self._nums.get(one, 0) >= _MAX_MEASURED for one in known):
+        if all(self._nums.get(sequence, 0) >= _MAX_MEASURED for sequence in known):
             self._tries_left = 0
 
     def exceeds(self, key: Key) -> bool:

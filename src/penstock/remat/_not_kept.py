@@ -53,7 +53,7 @@ class NotKept:
         beside = (
             f" together with {format_bytes(outside_bytes)} that the step takes outside of them" if outside_bytes else ""
         )
-        where = "; ".join(one for one in dict.fromkeys(breaks) if one)
+        where = "; ".join(reason for reason in dict.fromkeys(breaks) if reason)
         broken = f" (it breaks at {where})" if where else ""
         self._say("lowest", f"{graphs} not fit{beside}{broken}: {error} {_GOES_ON}", error)
 

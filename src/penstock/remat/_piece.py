@@ -6,53 +6,56 @@ run by any plan for it. The owner of the step (`_session.py`) chooses one for ev
 """
 
 import contextlib
-import itertools
-import math
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from penstock.devices import kinds
 from penstock.errors import CaptureError, PenstockError, PenstockWarning
 from penstock.remat import _accumulate, _aot, _capture, _dynamo, _ticket
+from penstock.remat._arguments import (
+    KnownArguments,
+    floats_of,
+    for_arguments,
+    kind_of,
+    number_places,
+    storage_of,
+    weak_storage,
+    without_floats,
+)
 from penstock.remat._as_eager import function_of
+from penstock.remat._decision import Decision
 from penstock.remat._in_place import add_in_place
 from penstock.remat._plan import RematPlan
-from penstock.remat._problem import Decision, RematProblem
+from penstock.remat._problem import RematProblem
 from penstock.remat._warn import warn
-from penstock.remat._whole import keep_whole
-from penstock.storages import id_of
+from penstock.remat._whole import Recipe, keep_whole
 from penstock.tiers import check_version, gate, generators_held, version_of
-
-if TYPE_CHECKING:
-    from penstock.remat._whole import Recipe
 
 _MAX_VARIANTS = 64
 """Limit of one graph's variants; the least recently used one is dropped."""
 _MANY_NUMBERS = 8
 """Number of calls that differ only in a float; one more, and a warning recommends a tensor."""
-_FURTHER_GRADIENTS = 3
-"""Limit of separate further gradients of a tensor between graphs.
-
-If it is used more often, some of its gradients are added within the graph.
-"""
 _MAX_EMITTED = 8
 """Limit of one variant's plans that are kept as graphs."""
 
 
-class Halves(Protocol):
+@dataclass(frozen=True, slots=True)
+class PlannedHalves:
     """Forward and backward of a variant by one plan."""
 
     plan: RematPlan
+    """The plan for which they were emitted."""
     forward: _aot.Runner
+    """Forward, which returns what it saves after its results."""
     backward: _aot.Runner
+    """Backward, which takes what forward saved and the gradients of the results."""
 
 
 class Owner(Protocol):
@@ -63,7 +66,7 @@ class Owner(Protocol):
     has_rest: bool
     """Whether graphs that cannot be captured may run eagerly."""
 
-    pieces: "list[Piece]"
+    pieces: "list[GraphPiece]"
     """All graphs."""
     num_calls: int
     """Number of calls of what was compiled, so far."""
@@ -87,14 +90,14 @@ class Owner(Protocol):
     def describe(self, variant: "Variant") -> RematProblem:
         """Measure the operators of a captured variant."""
 
-    def emitted(self, variant: "Variant", plan: RematPlan) -> Halves:
+    def emitted(self, variant: "Variant", plan: RematPlan) -> PlannedHalves:
         """Return both halves of a variant by a plan for it."""
 
 
 class Call:
     """One forward whose backward may come. It ends with the last ticket that refers to it."""
 
-    def __init__(self, halves: Halves, plan: RematPlan, when_over: Callable[["Call"], None]):
+    def __init__(self, halves: PlannedHalves, plan: RematPlan, when_over: Callable[["Call"], None]):
         self.halves = halves
         self.plan = plan
         """The plan that it follows. The halves may have been made for another plan with the same decisions."""
@@ -131,7 +134,7 @@ class _Handed:
     def __init__(self, call: Call, saved: list[Any]):
         self.call = call
         self.saved: list[Any] | None = saved
-        self.versions = [version_of(one) if isinstance(one, torch.Tensor) else 0 for one in saved]
+        self.versions = [version_of(value) if isinstance(value, torch.Tensor) else 0 for value in saved]
 
     def take(self) -> list[Any]:
         """Return the saved values, and give them away unless autograd keeps the graph."""
@@ -156,41 +159,34 @@ class _Handed:
 class Variant:
     """A graph for one kind of arguments."""
 
-    piece: "Piece"
+    piece: "GraphPiece"
+    arguments: "KnownArguments"
     run: Callable[..., Any] = field(init=False)
     """The function that AOTAutograd made of it."""
-    captured: _capture.Captured | None = None
+    captured: _capture.JointGraph | None = None
     """The captured graph; ``None`` if nothing requires gradients."""
-    joint: fx.GraphModule | None = None
-    """The module that has the attributes to which the captured graph refers."""
     problem: RematProblem | None = None
     """The problem of a step that is this graph alone."""
     is_scaled: bool = False
     """Whether its operators' times were scaled from other sizes, and no step has corrected them yet."""
     num_calls: int = 0
     """Number of counted calls that ended with a backward."""
-    devices: frozenset[torch.device] = frozenset()
-    """Devices of its arguments."""
-    shapes: str = ""
-    """Shapes of its arguments, without parameters, as text."""
-    times: list[int] = field(default_factory=list)
-    """How often each argument is passed: never if it is a number, else see `_times`."""
     is_eager: bool = False
     """Whether it could not be captured, and runs eagerly."""
-    recipes: "list[Recipe]" = field(default_factory=list)
+    recipes: list[Recipe] = field(default_factory=list)
     """Recipes kept alive for the operators that are captured whole."""
-    halves: dict[tuple[Decision, ...], Halves] = field(default_factory=dict)
-    """Halves by decisions, the most recently used last."""
+    halves: dict[tuple[Decision, ...], PlannedHalves] = field(default_factory=dict)
+    """Both halves by decisions, the most recently used last."""
     leanest: RematPlan | None = None
     """The plan that leaves the fewest bytes for backward, once it was needed."""
 
-    def emitted(self, plan: RematPlan) -> Halves:
+    def emitted(self, plan: RematPlan) -> PlannedHalves:
         """Return both halves by ``plan``."""
-        made = self.halves.pop(plan.decisions, None) or self.piece.owner.emitted(self, plan)
-        self.halves[plan.decisions] = made
+        halves = self.halves.pop(plan.decisions, None) or self.piece.owner.emitted(self, plan)
+        self.halves[plan.decisions] = halves
         while len(self.halves) > _MAX_EMITTED:
             del self.halves[next(iter(self.halves))]
-        return made
+        return halves
 
     def forward(self, arguments: list[Any]) -> Any:
         """Run forward for AOTAutograd, and return its results and a ticket for backward."""
@@ -199,18 +195,20 @@ class Variant:
             call = self.piece.owner.begin(self, arguments)
             start_s = time.perf_counter()
             try:
-                made = list(call.halves.forward(arguments))
+                values = list(call.halves.forward(arguments))
             except BaseException:
                 call.failed()
                 raise
             call.seconds = time.perf_counter() - start_s
             num_results = self.captured.num_forward_outputs
-            results, saved = made[:num_results], made[num_results:]
-            del made
-            call.results = [storage_of(one) for one in results]
-            call.held = [weak_storage(one) for one in results]
+            results, saved = values[:num_results], values[num_results:]
+            del values
+            call.results = [storage_of(result) for result in results]
+            call.held = [weak_storage(result) for result in results]
+            # Otherwise gradients are taken as they come: a copy to the traced strides, as AOTAutograd makes it, changes
+            # bits, because oneDNN sums a bias's gradient in the order of memory.
             if self.piece.owner.is_functional or not self.captured.takes_any_layout:
-                call.gradient_strides = [one.meta["val"].stride() for one in self.captured.tangents]
+                call.gradient_strides = [tangent.meta["val"].stride() for tangent in self.captured.tangents]
             return *results, _ticket.issue(_Handed(call, _apart(saved, results)))
 
 
@@ -224,15 +222,15 @@ def _backward(arguments: list[Any]) -> Any:
     handed: _Handed = _ticket.thing_of(ticket)
     with gate.computing():
         start_s = time.perf_counter()
-        given = handed.take()
+        inputs = handed.take()
         is_last = handed.saved is None
         if handed.call.gradient_strides is not None:
             tangents = list(map(_laid_out, tangents, handed.call.gradient_strides))
-        given += tangents
+        inputs += tangents
         del tangents
         try:
             with contextlib.nullcontext() if handed.call.is_alone else _accumulate.returning():
-                gradients = handed.call.halves.backward(given)
+                gradients = handed.call.halves.backward(inputs)
             return tuple(map(_only_once, gradients)) if torch.is_grad_enabled() else gradients
         finally:
             handed.call.seconds += time.perf_counter() - start_s
@@ -241,7 +239,7 @@ def _backward(arguments: list[Any]) -> Any:
                 handed.call.over()
 
 
-class Piece:
+class GraphPiece:
     """A graph of Dynamo's. A call runs the variant for its arguments, which is made if there is none yet."""
 
     def __init__(self, owner: Owner, module: fx.GraphModule, break_reason: str):
@@ -249,9 +247,9 @@ class Piece:
         self.does = hash(tuple((node.op, str(node.target)) for node in module.graph.nodes))
         """A hash that is equal for graphs that differ only in sizes."""
         self._module = module
-        self._numbers = _number_places(module)
+        self._numbers = number_places(module)
         """Positions of arguments that are numbers, or tensors that represent a number of the caller's."""
-        self._variants: dict[Any, Variant] = {}  # any: see _kind
+        self._variants: dict[Any, Variant] = {}  # any: see kind_of
         self.first = (0, "")
         """The call in which it first ran, and the shapes of its arguments then."""
         self._lock = threading.RLock()
@@ -261,36 +259,36 @@ class Piece:
         variant = self.variant(arguments)
         if variant.is_eager:
             return variant.run(*arguments)
-        given = _given(arguments, variant.times)
+        passed = variant.arguments.passed(arguments)
         with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):  # others' hooks would replace the ticket
-            return variant.run(*given)
+            return variant.run(*passed)
 
     def devices(self) -> set[torch.device]:
         """Return the devices of its arguments so far."""
         with self._lock:
-            return {device for one in self._variants.values() for device in one.devices}
+            return {device for variant in self._variants.values() for device in variant.arguments.devices}
 
     def variant(self, arguments: Sequence[Any]) -> Variant:
         """Return the variant for such arguments."""
-        kind = _kind(arguments, self._numbers)
+        kind = kind_of(arguments, self._numbers)
         with self._lock:
-            found = self._variants.get(kind)
-        if found is None:
+            variant = self._variants.get(kind)
+        if variant is None:
             self._warn_of_numbers(kind)
             with generators_held(), gate.tracing(), _dynamo.compiling_alone():
-                found = self._compiled(arguments)
+                variant = self._compiled(arguments)
         with self._lock:
             self._variants.pop(kind, None)
-            self._variants[kind] = found  # the most recently used last
+            self._variants[kind] = variant  # the most recently used last
             while len(self._variants) > _MAX_VARIANTS:
                 del self._variants[next(iter(self._variants))]
-        return found
+        return variant
 
     def _warn_of_numbers(self, kind: Any) -> None:
         """Warn once if a float changes from call to call, since each value is traced anew."""
-        floats = [one[0] for one in kind[0] if _is_float(one)]
+        floats = floats_of(kind)
         with self._lock:
-            num_alike = sum(_but_floats(one) == _but_floats(kind) for one in self._variants) if floats else 0
+            num_alike = sum(without_floats(key) == without_floats(kind) for key in self._variants) if floats else 0
         if num_alike == _MANY_NUMBERS:
             warn(
                 f"a float among the arguments of a compiled step had a different value in each of {num_alike + 1} "
@@ -302,7 +300,7 @@ class Piece:
     def _warn_of_pieces(self, shapes: str) -> None:
         """Warn once if Dynamo traces again and again although no shape changed."""
         self.first = (self.owner.num_calls, shapes)
-        calls = {one.first[0] for one in self.owner.pieces if one.does == self.does and one.first[1] == shapes}
+        calls = {piece.first[0] for piece in self.owner.pieces if piece.does == self.does and piece.first[1] == shapes}
         if len(calls) == _MANY_NUMBERS and not self.owner.has_warned_of_pieces:
             self.owner.has_warned_of_pieces = True
             warn(
@@ -313,24 +311,14 @@ class Piece:
             )
 
     def _compiled(self, arguments: Sequence[Any]) -> Variant:
-        variant = Variant(self)
-        variant.devices = frozenset(one.device for one in arguments if isinstance(one, torch.Tensor))
-        variant.shapes = ", ".join(
-            f"{'x'.join(map(str, one.shape)) or 'scalar'} {str(one.dtype).removeprefix('torch.')}"
-            for one in arguments
-            if isinstance(one, torch.Tensor) and not isinstance(one, nn.Parameter)
-        )
-        for device in kinds():
-            if torch.is_autocast_enabled(device) and any(one.type == device for one in variant.devices):
-                variant.shapes += f" under autocast to {str(torch.get_autocast_dtype(device)).removeprefix('torch.')}"
+        variant = Variant(self, KnownArguments.of(arguments, self._numbers))
         if not self._variants:
-            self._warn_of_pieces(variant.shapes)
-        variant.times = [0 if at in self._numbers else _times(one) for at, one in enumerate(arguments)]
+            self._warn_of_pieces(variant.arguments.shapes)
         try:
             try:
                 self._capture(variant, arguments)
             except AssertionError:  # raised by PyTorch if a graph changes an input of which others are views
-                variant.times = [min(one, 1) for one in variant.times]
+                variant.arguments = variant.arguments.each_once()
                 self._capture(variant, arguments)
         except (CaptureError, *_aot.cannot_trace()) as error:  # type: ignore[misc]
             if not self.owner.has_rest:
@@ -352,14 +340,11 @@ class Piece:
         return variant
 
     def _capture(self, variant: Variant, arguments: Sequence[Any]) -> None:
-        module = _for_arguments(self._module, arguments, variant.times)
+        module = for_arguments(self._module, arguments, variant.arguments.times)
         variant.recipes = keep_whole(module.graph)
         module.recompile()
-        inputs = _given(arguments, variant.times)
-        ends = list(itertools.accumulate(variant.times))
-        groups = [range(end - count, end) for end, count in zip(ends, variant.times, strict=True) if count > 1]
-
-        held, given = weakref.ref(variant), [inputs]  # PyTorch keeps what it compiled, and its functions
+        inputs, groups = variant.arguments.passed(arguments), variant.arguments.repeated()
+        held, lent = weakref.ref(variant), [inputs]  # PyTorch keeps what it compiled, and its functions
 
         def partition(joint: fx.GraphModule, num_forward_outputs: int) -> None:
             variant = _alive(held)
@@ -367,21 +352,20 @@ class Piece:
             _capture.tag_backward(joint.graph)
             _capture.separate_sums(joint.graph, num_forward_outputs, groups)
             if owner.adds_gradients:
-                _capture.accumulate_early(joint.graph, num_forward_outputs, given[0])
+                _capture.accumulate_early(joint.graph, num_forward_outputs, lent[0])
             if not owner.is_functional:
                 add_in_place(joint.graph)
-            variant.captured = _capture.read(joint.graph, num_forward_outputs)
-            variant.joint = joint
+            variant.captured = _capture.read(joint, num_forward_outputs)
             variant.problem = owner.describe(variant)
 
-        def forward(given: list[Any]) -> Any:
-            return _alive(held).forward(given)
+        def forward(arguments: list[Any]) -> Any:
+            return _alive(held).forward(arguments)
 
         def without_gradients(module: fx.GraphModule) -> _aot.Runner:
             return _without_gradients(module, held)
 
         variant.run = _aot.compiled(module, inputs, partition, forward, _backward, without_gradients)
-        given.clear()
+        lent.clear()
 
 
 def _without_gradients(module: fx.GraphModule, held: "weakref.ref[Variant]") -> _aot.Runner:
@@ -418,14 +402,6 @@ def _only_once(gradient: Any) -> Any:
     return _OnlyOnce.apply(torch.zeros((), requires_grad=True), gradient)  # type: ignore[no-untyped-call]
 
 
-def _given(arguments: Sequence[Any], times: Sequence[int]) -> list[Any]:
-    return [
-        one.view_as(one) if number else one
-        for one, count in zip(arguments, times, strict=True)
-        for number in range(count)
-    ]
-
-
 def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     if tensor.stride() == stride:
         return tensor
@@ -451,105 +427,10 @@ def _apart(saved: list[Any], results: Iterable[Any]) -> list[Any]:
 
     The result will refer to backward, and so to the saved values.
     """
-    storages = {storage_of(one)[0] for one in results}
-    return [one.detach() if storage_of(one)[0] in storages else one for one in saved]
-
-
-def storage_of(value: Any) -> tuple[int, int]:
-    """Return identity and bytes of a tensor's storage; zeros for anything else."""
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return 0, 0
-    storage = value.untyped_storage()
-    return id_of(storage), storage.nbytes()
-
-
-def weak_storage(value: Any) -> StorageWeakRef | None:
-    """Return a weak reference to a tensor's storage."""
-    is_strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
-    return StorageWeakRef(value.untyped_storage()) if is_strided else None
-
-
-_KERNELS = [getattr(torch.backends.cuda, f"{one}_sdp_enabled") for one in ("flash", "mem_efficient", "math", "cudnn")]
-"""Switches of the kernels among which `torch.nn.attention.sdpa_kernel` chooses, on CPUs too."""
-
-
-def _kind(arguments: Sequence[Any], numbers: frozenset[int]) -> Any:
-    """Return a key of everything that a captured graph depends on."""
-    shown: list[Any] = []
-    first: dict[int, int] = {}
-    for at, one in enumerate(arguments):
-        if at in numbers:
-            number = one.item() if isinstance(one, torch.Tensor) else one
-            shown.append((number, math.copysign(1, number)) if isinstance(number, float) else number)
-        elif isinstance(one, torch.Tensor):
-            strided = one.layout is torch.strided
-            shown.append(
-                (
-                    tuple(one.shape),
-                    one.stride() if strided else one.layout,
-                    one.dtype,
-                    one.device,
-                    one.requires_grad,
-                    one.is_leaf,
-                    type(one),
-                )
-            )
-            if not isinstance(one, nn.Parameter) and strided:
-                key = storage_of(one)[0]
-                if first.setdefault(key, at) != at:
-                    shown.append((first[key], arguments[first[key]].storage_offset(), one.storage_offset()))
-        else:
-            shown.append(type(one))
-    modes = tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in kinds())
-    kernels = [one() for one in _KERNELS]
-    return tuple(shown), torch.is_grad_enabled(), modes, torch.is_inference_mode_enabled(), *kernels
-
-
-def _is_float(kind: Any) -> bool:
-    return isinstance(kind, tuple) and isinstance(kind[0], float)
-
-
-def _but_floats(kind: Any) -> Any:
-    return tuple(float if _is_float(one) else one for one in kind[0]), *kind[1:]
-
-
-def _number_places(module: fx.GraphModule) -> frozenset[int]:
-    places = [node for node in module.graph.nodes if node.op == "placeholder"]
-    return frozenset(at for at, node in enumerate(places) if _dynamo.is_number(node))
+    storages = {storage_of(result)[0] for result in results}
+    return [value.detach() if storage_of(value)[0] in storages else value for value in saved]
 
 
 def _why(error: BaseException) -> str:
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return f"{text} ({type(error).__name__})"
-
-
-def _times(argument: Any) -> int:
-    """Return how often an argument is passed. A tensor between graphs is passed once more for each separate gradient.
-
-    Otherwise the gradients of several uses would be added to each other before they meet those of other graphs. Eager
-    PyTorch adds them one by one, the latest use first, and so does autograd if each belongs to an argument of its own.
-    """
-    is_between = isinstance(argument, torch.Tensor) and argument.requires_grad and not argument.is_leaf
-    return 1 + _FURTHER_GRADIENTS if is_between else 1
-
-
-def _for_arguments(module: fx.GraphModule, arguments: Sequence[Any], times: Sequence[int]) -> fx.GraphModule:
-    """Return the graph with numbers in place of inputs that represent them, and unused inputs for further gradients."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, Any] = {}
-    places = module.graph.find_nodes(op="placeholder")
-    for node, argument, count in zip(places, arguments, times, strict=True):
-        if count:
-            copies[node] = graph.node_copy(node)
-            for number in range(1, count):
-                graph.placeholder(f"{node.target}_{number}").meta = dict(node.meta)
-        else:
-            copies[node] = argument.item() if isinstance(argument, torch.Tensor) else argument
-    for node in module.graph.nodes:
-        if node.op == "call_method" and node.target == "item" and not isinstance(copies[node.args[0]], fx.Node):
-            copies[node] = copies[node.args[0]]
-        elif node.op == "output":
-            graph.output(fx.node.map_arg(node.args[0], copies.__getitem__))
-        elif node.op != "placeholder":
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    return fx.GraphModule(module, graph)

@@ -19,11 +19,12 @@ import numpy as np
 
 from penstock.arguments import checked
 from penstock.errors import BudgetError, InternalError
-from penstock.remat._problem import Decision, Method, RematProblem
+from penstock.remat._decision import Decision
+from penstock.remat._problem import Method, RematProblem
 from penstock.remat._refine import MIN_STARTS, given_back, refined, relaxed
 from penstock.remat._repair import lowest, repaired
 from penstock.remat._seeds import seeds
-from penstock.remat._simulate import Graph, simulate
+from penstock.remat._simulate import FlatProblem, simulate
 from penstock.remat._space import Candidate, Decisions, Space
 from penstock.units import format_bytes
 
@@ -76,14 +77,14 @@ def plan(
     the same operators on other sizes: they are adapted in a tenth of the time of a new search. Raises ``BudgetError``,
     which names the smallest budget that works and the largest storages.
     """
-    made = None
+    result = None
     if like is not None and len(like) == len(problem.storages):
-        made = _adapted(problem, budget_bytes, method, like)
-    if made is None:
-        (made,) = pareto(problem, [budget_bytes], method=method, refine=refine)
-    if made is None:
+        result = _adapted(problem, budget_bytes, method, like)
+    if result is None:
+        (result,) = pareto(problem, [budget_bytes], method=method, refine=refine)
+    if result is None:
         raise _refusal(problem, budget_bytes, method)
-    return made
+    return result
 
 
 def leanest_plan(problem: RematProblem, budget_bytes: int, *, method: Method = "hybrid") -> RematPlan:
@@ -96,6 +97,8 @@ def leanest_plan(problem: RematProblem, budget_bytes: int, *, method: Method = "
     if not any(start.peak_bytes <= room_bytes for start in starts):
         room_bytes = int(_NEARLY * min(start.peak_bytes for start in starts))
     fitting = [start for start in starts if start.peak_bytes <= room_bytes]
+    # Not the plan with the smallest peak, which saves more: over six blocks with breaks between them it took 1.08 of
+    # the budget, the leanest 0.66.
     return _finished(space.graph, min(fitting, key=space.saved_bytes).decisions)
 
 
@@ -107,7 +110,7 @@ def lowest_plan(problem: RematProblem, *, method: Method = "hybrid") -> RematPla
 
 def plan_of(problem: RematProblem, decisions: Sequence[Decision]) -> RematPlan:
     """Return the plan of these decisions, one per storage. Raise ``InternalError`` if they recompute endlessly."""
-    return _finished(Graph(problem), np.array(decisions, dtype=np.uint8))
+    return _finished(FlatProblem(problem), np.array(decisions, dtype=np.uint8))
 
 
 @checked("penstock.remat.pareto(problem, [4 * 2**30, 6 * 2**30])")
@@ -174,7 +177,7 @@ def _adapted(problem: RematProblem, budget_bytes: int, method: Method, like: Seq
     return _finished(space.graph, best.decisions)
 
 
-def _finished(graph: Graph, decisions: Decisions) -> RematPlan:
+def _finished(graph: FlatProblem, decisions: Decisions) -> RematPlan:
     static_bytes = graph.problem.static_bytes
     keep_all = simulate(graph, np.zeros(graph.num_storages, dtype=np.uint8))
     simulation = simulate(graph, decisions)
@@ -182,10 +185,10 @@ def _finished(graph: Graph, decisions: Decisions) -> RematPlan:
         raise InternalError("the decisions of a plan lead to endless recomputation")
     swapped = np.flatnonzero(simulation.gone >= 0).tolist()
     return RematPlan(
-        decisions=tuple(Decision(int(one)) for one in decisions),
+        decisions=tuple(Decision(int(decision)) for decision in decisions),
         slots=tuple(simulation.slots.tolist()),
-        gone_slots={one: int(simulation.gone[one]) for one in swapped},
-        fetch_slots={one: int(simulation.fetch[one]) for one in swapped},
+        gone_slots={storage: int(simulation.gone[storage]) for storage in swapped},
+        fetch_slots={storage: int(simulation.fetch[storage]) for storage in swapped},
         peak_bytes=simulation.peak_bytes + static_bytes,
         keep_all_peak_bytes=keep_all.peak_bytes + static_bytes,
         extra_s=simulation.extra_s,
@@ -196,8 +199,8 @@ def _finished(graph: Graph, decisions: Decisions) -> RematPlan:
 
 def _refusal(problem: RematProblem, budget_bytes: int, method: Method) -> BudgetError:
     smallest = smallest_budget_bytes(problem, method=method)
-    largest = sorted(problem.storages, key=lambda one: -one.size_bytes)[:3]
-    holders = ", ".join(f"{one.name} ({format_bytes(one.size_bytes)})" for one in largest)
+    largest = sorted(problem.storages, key=lambda storage: -storage.size_bytes)[:3]
+    holders = ", ".join(f"{storage.name} ({format_bytes(storage.size_bytes)})" for storage in largest)
     return BudgetError(
         f"the budget of {format_bytes(budget_bytes)} cannot be met: this step needs at least {smallest} bytes "
         f"({format_bytes(smallest)}), of which {format_bytes(problem.static_bytes)} are parameters, gradients, "

@@ -14,7 +14,7 @@ from penstock.remat._piece import Call, Variant
 from penstock.remat._plan import RematPlan, leanest_plan, lowest_plan, plan, plan_of
 from penstock.remat._problem import RematProblem
 from penstock.remat._sequences import Known, Sequences, joined
-from penstock.remat._settings import Settings
+from penstock.remat._settings import PlanSettings
 from penstock.remat._share import WITHOUT_LIMIT, Share
 from penstock.remat._together import merged, plans_of
 from penstock.remat._verify import verify
@@ -40,7 +40,7 @@ class Step(threading.local):
     @property
     def waiting(self) -> list[Done]:
         """The calls whose backward may come."""
-        return [one for one in self.calls if id(one.call) in self.live]
+        return [done for done in self.calls if id(done.call) in self.live]
 
     def end(self) -> tuple[list[Done], bool]:
         """Begin another step. Return the calls of this one, and whether it had left every known sequence."""
@@ -52,7 +52,7 @@ class Step(threading.local):
 class Planner:
     """The plans of one step's graphs, within its share of the budget."""
 
-    def __init__(self, settings: Settings, beside: Beside, share: Share):
+    def __init__(self, settings: PlanSettings, beside: Beside, share: Share):
         self.planned: list[Planned] = []
         """Plans in the order in which they were made; only the latest, if there are very many."""
         self.num_planned = 0
@@ -67,11 +67,11 @@ class Planner:
 
     def plan_for(self, step: Step, variant: Variant, statics: Statics, *, is_one_graph: bool) -> RematPlan:
         """Return the plan that the step's next call follows. Raise ``BudgetError`` if it cannot fit."""
-        at = len(step.calls)
+        position = len(step.calls)
         following = step.following
-        if following is None or at >= len(following.variants) or following.variants[at] is not variant:
+        if following is None or position >= len(following.variants) or following.variants[position] is not variant:
             following = step.following = self.sequences.longest(*_so_far(step, variant))
-        if following is None and not at and (is_one_graph or self._is_a_step(variant)):
+        if following is None and not position and (is_one_graph or self._is_a_step(variant)):
             try:
                 following = step.following = self._planned_alone(variant, statics)
             except BudgetError:
@@ -81,16 +81,16 @@ class Planner:
             step.is_new = True
             return self._as_larger(step, variant, statics) or self._leanest(step, variant, statics)
         if following.planned is None:
-            self.must_fit(step, variant, following.plans[at], statics)
-        return following.plans[at]
+            self.must_fit(step, variant, following.plans[position], statics)
+        return following.plans[position]
 
-    def must_fit(self, step: Step, variant: Variant, made: RematPlan, statics: Statics) -> None:
+    def must_fit(self, step: Step, variant: Variant, graph_plan: RematPlan, statics: Statics) -> None:
         """Report a graph that does not fit together with what earlier graphs of the step have saved."""
         problem = variant.problem
         assert problem is not None
         if self._share.is_relative:
             return
-        peak_bytes = made.peak_bytes + self._beside_bytes(step, variant, statics)
+        peak_bytes = graph_plan.peak_bytes + self._beside_bytes(step, variant, statics)
         budget_bytes = self._share.budget_bytes(problem, statics.parameters)
         if peak_bytes > budget_bytes:
             say = self.not_kept.first if step.is_new else self.not_kept.lowest
@@ -99,7 +99,7 @@ class Planner:
     def _is_a_step(self, variant: Variant) -> bool:
         """Whether a graph that is called first is its whole step, as it was for other kinds of arguments."""
         does = variant.piece.does
-        return {one for one in self._whole_steps if one[0] == does} == {(does,)}
+        return {hashes for hashes in self._whole_steps if hashes[0] == does} == {(does,)}
 
     def _as_larger(self, step: Step, variant: Variant, statics: Statics) -> RematPlan | None:
         """Return the graph's plan in a sequence of larger graphs, if the step may continue like it."""
@@ -108,11 +108,11 @@ class Planner:
         budget_bytes = self._share.budget_bytes(problem, statics.parameters)
         for known in self.sequences.of_larger(*_so_far(step, variant)):
             if known.planned is None or known.planned.budget_bytes <= budget_bytes:
-                made = plan_of(problem, known.plans[len(step.calls)].decisions)
-                self._share.take(problem, made, statics.parameters)
+                graph_plan = plan_of(problem, known.plans[len(step.calls)].decisions)
+                self._share.take(problem, graph_plan, statics.parameters)
                 if known.planned is None:
-                    self.must_fit(step, variant, made, statics)
-                return made
+                    self.must_fit(step, variant, graph_plan, statics)
+                return graph_plan
         return None
 
     def _leanest(self, step: Step, variant: Variant, statics: Statics) -> RematPlan:
@@ -136,29 +136,29 @@ class Planner:
         """Return the bytes that the step holds in addition to a graph's own, if the graph is called now."""
         problem, waiting = variant.problem, step.waiting
         assert problem is not None
-        saved_bytes = sum(saved_bytes_of(one) for one in waiting)
+        saved_bytes = sum(saved_bytes_of(done) for done in waiting)
         return self._beside.static_bytes([*waiting, Done(variant, statics)]) + saved_bytes - problem.static_bytes
 
     # What a step teaches
 
     def learn(self, step: Sequence[Done], *, is_new: bool) -> None:
         """Plan the graphs that a step has called, if the sequence is new."""
-        self._whole_steps.add(tuple(one.variant.piece.does for one in step))
-        if is_new and not self.sequences.has([one.variant for one in step]):
+        self._whole_steps.add(tuple(done.variant.piece.does for done in step))
+        if is_new and not self.sequences.has([done.variant for done in step]):
             try:
                 self._planned_together(step)
             except BudgetError as error:
                 self._as_low_as_it_goes(step)
-                breaks = [one.variant.piece.break_reason for one in step]
+                breaks = [done.variant.piece.break_reason for done in step]
                 self.not_kept.together(error, breaks, self._beside.eager_bytes)
 
     def was_measured(self, step: Step, taken_bytes: int) -> None:
         """Note the bytes that a step took beyond those at its start. An excess leaves less for the graphs."""
         planned = None if step.following is None else step.following.planned
-        had_backward = all(one.call is not None and one.call.had_backward for one in step.calls)
+        had_backward = all(done.call is not None and done.call.had_backward for done in step.calls)
         if planned is None or not planned.has_budget or not had_backward or not step.calls:
             return
-        key = tuple(id(one.variant) for one in step.calls)
+        key = tuple(id(done.variant) for done in step.calls)
         peak_bytes = taken_bytes + self._beside.standing_before(step.calls)
         excess_bytes = peak_bytes - planned.budget_bytes
         if excess_bytes <= planned.budget_bytes // _TOLERANCE:
@@ -176,15 +176,15 @@ class Planner:
         variant.num_calls += 1
         if variant.num_calls < 2 or problem is None or done.call is None or not is_timed:
             return
-        made = done.plan
-        factor = done.call.seconds / max(made.step_s + made.extra_s, 1e-9)
+        graph_plan = done.plan
+        factor = done.call.seconds / max(graph_plan.step_s + graph_plan.extra_s, 1e-9)
         variant.problem, variant.is_scaled = problem.scaled(durations=factor), False
-        for at, planned in enumerate(self.planned):
-            if planned.plan is made:
-                times = {name: getattr(made, name) * factor for name in ("step_s", "extra_s", "stall_s")}
+        for index, planned in enumerate(self.planned):
+            if planned.plan is graph_plan:
+                times = {name: getattr(graph_plan, name) * factor for name in ("step_s", "extra_s", "stall_s")}
                 problem = planned.problem.scaled(durations=factor)
-                self.planned[at] = replace(planned, problem=problem, plan=replace(made, **times))
-        if made.gone_slots:  # a lane may now hide more or less
+                self.planned[index] = replace(planned, problem=problem, plan=replace(graph_plan, **times))
+        if graph_plan.gone_slots:  # a lane may now hide more or less
             self.sequences.forget(variant)
             step.is_new = True
 
@@ -199,56 +199,57 @@ class Planner:
         beside_bytes = self._beside.eager_bytes + unchanged_bytes + sum(elsewhere.values())
         if beside_bytes:
             problem = replace(problem, static_bytes=problem.static_bytes + beside_bytes)
-        made = self._plan(problem, statics.parameters, [variant])
-        return self._remember([variant], (made.plan,), made)
+        planned = self._plan(problem, statics.parameters, [variant])
+        return self._remember([variant], (planned.plan,), planned)
 
     def _planned_together(self, step: Sequence[Done]) -> Known:
         """Plan the graphs of a step that has run."""
         if len(step) == 1:
             return self._planned_alone(step[0].variant, step[0].statics)
-        problems = [one.variant.problem for one in step if one.variant.problem is not None]
+        problems = [done.variant.problem for done in step if done.variant.problem is not None]
         problem = merged(problems, links_of(step), self._beside.static_bytes(step))
-        parameters = {key: size for one in step for key, size in one.statics.parameters.items()}
-        variants = [one.variant for one in step]
-        made = self._plan(problem, parameters, variants)
-        self._say_if_above(problem, made.budget_bytes, step)
-        return self._remember(variants, plans_of(problems, made.plan), made)
+        parameters = {key: size for done in step for key, size in done.statics.parameters.items()}
+        variants = [done.variant for done in step]
+        planned = self._plan(problem, parameters, variants)
+        self._say_if_above(problem, planned.budget_bytes, step)
+        return self._remember(variants, plans_of(problems, planned.plan), planned)
 
     def _say_if_above(self, problem: RematProblem, budget_bytes: int, step: Sequence[Done]) -> None:
         """Report it if a step took more than the budget. That is known only after it has run."""
-        is_whole = all(one.call and one.call.had_backward and not one.plan.gone_slots for one in step)
+        is_whole = all(done.call and done.call.had_backward and not done.plan.gone_slots for done in step)
         if is_whole and not self._share.is_relative:
-            peak_bytes = plan_of(problem, joined([one.plan for one in step])).peak_bytes
+            peak_bytes = plan_of(problem, joined([done.plan for done in step])).peak_bytes
             if peak_bytes > budget_bytes:
                 self.not_kept.perhaps_first(peak_bytes, budget_bytes)
 
     def _as_low_as_it_goes(self, step: Sequence[Done]) -> None:
         """Let steps like one that has run and does not fit take as little as they can."""
-        problems = [one.variant.problem for one in step if one.variant.problem is not None]
+        problems = [done.variant.problem for done in step if done.variant.problem is not None]
         problem = merged(problems, links_of(step), self._beside.static_bytes(step))
-        made = lowest_plan(problem, method=self._settings.method)
-        self._remember([one.variant for one in step], plans_of(problems, made), None)
+        step_plan = lowest_plan(problem, method=self._settings.method)
+        self._remember([done.variant for done in step], plans_of(problems, step_plan), None)
 
     def _plan(self, problem: RematProblem, parameters: dict[int, int], variants: Sequence[Variant]) -> Planned:
         budget_bytes = self._share.budget_bytes(problem, parameters)
         like = next(
-            (one.planned.plan.decisions for one in self.sequences.alike(variants) if one.planned is not None), None
+            (known.planned.plan.decisions for known in self.sequences.alike(variants) if known.planned is not None),
+            None,
         )
-        made = plan(problem, budget_bytes, method=self._settings.method, like=like)
-        verify(problem, made)
-        self._share.take(problem, made, parameters)
+        step_plan = plan(problem, budget_bytes, method=self._settings.method, like=like)
+        verify(problem, step_plan)
+        self._share.take(problem, step_plan, parameters)
         self.num_planned += 1
         del self.planned[:-_MAX_PLANNED]
-        shapes = tuple(one.shapes for one in variants)
-        self.planned.append(Planned(problem=problem, plan=made, budget_bytes=budget_bytes, shapes=shapes))
+        shapes = tuple(variant.arguments.shapes for variant in variants)
+        self.planned.append(Planned(problem=problem, plan=step_plan, budget_bytes=budget_bytes, shapes=shapes))
         return self.planned[-1]
 
     def _remember(self, variants: Sequence[Variant], plans: tuple[RematPlan, ...], planned: Planned | None) -> Known:
-        made = Known(tuple(variants), plans, planned)
-        self.measured.planned(self.sequences.remember(made), is_new=planned is not None)
-        return made
+        known = Known(tuple(variants), plans, planned)
+        self.measured.planned(self.sequences.remember(known), is_new=planned is not None)
+        return known
 
 
 def _so_far(step: Step, variant: Variant) -> tuple[list[Variant], list[RematPlan]]:
     """Return the graphs that the step has called, ``variant`` last, and the plans that it followed before."""
-    return [*(one.variant for one in step.calls), variant], [one.plan for one in step.calls]
+    return [*(done.variant for done in step.calls), variant], [done.plan for done in step.calls]

@@ -7,7 +7,6 @@ another device.
 import json
 import math
 from dataclasses import asdict, dataclass, replace
-from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -17,26 +16,6 @@ from penstock.files import read_json
 Method = Literal["hybrid", "recompute", "swap"]
 """The means that a plan may use."""
 _FORMAT = 1
-
-
-class Decision(IntEnum):
-    """The treatment of a forward storage after its last use in forward."""
-
-    KEEP = 0
-    """Stay until the last use in backward."""
-    RECOMPUTE = 1
-    """Drop, compute again when backward needs it, and hold until the last operator that needs it."""
-    RECOMPUTE_EACH_TIME = 2
-    """Like ``RECOMPUTE``, but drop again whenever the next operator that needs it is far away."""
-    SWAP = 3
-    """Leave the device over a lane, and be back when backward needs it."""
-    RECOMPUTE_EVERY_TIME = 4
-    """Drop again after each operator that needs it."""
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether it is dropped in forward."""
-        return self not in (Decision.KEEP, Decision.SWAP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,16 +99,16 @@ class RematProblem:
         if self.num_forward > len(self.operators):
             raise ValueError(f"`num_forward` must be at most {len(self.operators)} operators, got {self.num_forward}")
         places, num_storages = range(len(self.operators)), len(self.storages)
-        for at, one in enumerate(self.operators):
-            if not all(0 <= number < num_storages for number in (*one.inputs, *one.outputs)):
+        for index, operator in enumerate(self.operators):
+            if not all(0 <= number < num_storages for number in (*operator.inputs, *operator.outputs)):
                 raise ValueError(
-                    f"`inputs` and `outputs` of operator {at} must be numbers of the {num_storages} storages, got "
-                    f"{one.inputs} and {one.outputs}"
+                    f"`inputs` and `outputs` of operator {index} must be numbers of the {num_storages} storages, got "
+                    f"{operator.inputs} and {operator.outputs}"
                 )
-        for at, storage in enumerate(self.storages):
+        for index, storage in enumerate(self.storages):
             if storage.producer not in places:
                 raise ValueError(
-                    f"`producer` of storage {at} must be one of {len(places)} operators, got {storage.producer}"
+                    f"`producer` of storage {index} must be one of {len(places)} operators, got {storage.producer}"
                 )
 
     @property
@@ -147,7 +126,9 @@ class RematProblem:
         """Return the same step on another device: ``durations`` times as long, with other lanes in bytes per second."""
         return replace(
             self,
-            operators=tuple(replace(one, duration_s=one.duration_s * durations) for one in self.operators),
+            operators=tuple(
+                replace(operator, duration_s=operator.duration_s * durations) for operator in self.operators
+            ),
             out_bandwidth_bytes_per_s=self.out_bandwidth_bytes_per_s if out is None else out,
             in_bandwidth_bytes_per_s=self.in_bandwidth_bytes_per_s if back is None else back,
         )
@@ -166,13 +147,13 @@ class RematProblem:
             if content.pop("format") != _FORMAT:
                 raise ValueError("it was written by another version")
             operators = tuple(
-                Operator(**{**one, "inputs": tuple(one["inputs"]), "outputs": tuple(one["outputs"])})
-                for one in content.pop("operators")
+                Operator(**{**operator, "inputs": tuple(operator["inputs"]), "outputs": tuple(operator["outputs"])})
+                for operator in content.pop("operators")
             )
-            storages = tuple(Storage(**one) for one in content.pop("storages"))
-            found = cls(operators=operators, storages=storages, **content)
-            _check(found)
-            return found
+            storages = tuple(Storage(**storage) for storage in content.pop("storages"))
+            problem = cls(operators=operators, storages=storages, **content)
+            _check(problem)
+            return problem
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise ValueError(
                 f"{file} is not a saved problem ({error}); write one with problem.save({str(file)!r})"
@@ -186,28 +167,30 @@ def _check(problem: RematProblem) -> None:
     """Raise ``ValueError`` for an impossible step, so that planners, some of them in C, need not check."""
     operators, storages = problem.operators, problem.storages
     _check_count("num_forward", problem.num_forward, len(operators))
-    for at, storage in enumerate(storages):
-        _check_count(f"size_bytes of storage {at}", storage.size_bytes)
-        _check_count(f"producer of storage {at}", storage.producer, len(operators) - 1)
+    for index, storage in enumerate(storages):
+        _check_count(f"size_bytes of storage {index}", storage.size_bytes)
+        _check_count(f"producer of storage {index}", storage.producer, len(operators) - 1)
         if not isinstance(storage.name, str) or not isinstance(storage.is_output, bool):
             raise ValueError(
-                f"`name` of storage {at} must be a string and `is_output` a bool, got {storage.name!r} and "
+                f"`name` of storage {index} must be a string and `is_output` a bool, got {storage.name!r} and "
                 f"{storage.is_output!r}"
             )
-    made: list[int] = []
-    for at, one in enumerate(operators):
-        if not all(isinstance(text, str) for text in (one.name, one.target, one.must_run_once, one.module)):
-            raise ValueError(f"`name`, `target`, `must_run_once` and `module` of operator {at} must be strings")
-        _check_count(f"workspace_bytes of operator {at}", one.workspace_bytes)
-        _check_rate(f"duration_s of operator {at}", one.duration_s)
-        for number in (*one.inputs, *one.outputs):
-            _check_count(f"a storage number of operator {at}", number, len(storages) - 1)
-        if any(storages[number].producer >= at for number in one.inputs):
-            raise ValueError(f"operator {at} must not read a storage that no earlier operator makes")
-        if any(storages[number].producer != at for number in one.outputs):
-            raise ValueError(f"operator {at} must not have an output whose `producer` is another operator")
-        made += one.outputs
-    if sorted(made) != list(range(len(storages))):
+    outputs: list[int] = []
+    for index, operator in enumerate(operators):
+        if not all(
+            isinstance(text, str) for text in (operator.name, operator.target, operator.must_run_once, operator.module)
+        ):
+            raise ValueError(f"`name`, `target`, `must_run_once` and `module` of operator {index} must be strings")
+        _check_count(f"workspace_bytes of operator {index}", operator.workspace_bytes)
+        _check_rate(f"duration_s of operator {index}", operator.duration_s)
+        for number in (*operator.inputs, *operator.outputs):
+            _check_count(f"a storage number of operator {index}", number, len(storages) - 1)
+        if any(storages[number].producer >= index for number in operator.inputs):
+            raise ValueError(f"operator {index} must not read a storage that no earlier operator makes")
+        if any(storages[number].producer != index for number in operator.outputs):
+            raise ValueError(f"operator {index} must not have an output whose `producer` is another operator")
+        outputs += operator.outputs
+    if sorted(outputs) != list(range(len(storages))):
         raise ValueError("every storage must be an output of exactly one operator")
     for name in ("static_bytes", "swap_page_bytes"):
         _check_count(name, getattr(problem, name))

@@ -25,7 +25,7 @@ from penstock.machines import Machine, counted_flops
 from penstock.probe import can_record, peak_bytes, record_memory
 from penstock.remat import _whole
 from penstock.remat._as_eager import function_of
-from penstock.remat._capture import Captured, device_of, taken_from, tensors_of
+from penstock.remat._capture import JointGraph, device_of, taken_from, tensors_of
 from penstock.storages import storage_id
 from penstock.tiers import generators_held
 
@@ -56,7 +56,7 @@ class Costs:
         self._exact: dict[Any, tuple[float, int]] = {None: (0.0, 0)}  # any: keys are nested
         self._samples: dict[Any, list[_Sample]] = {}
 
-    def measure(self, captured: Captured) -> tuple[list[float], list[int], bool]:
+    def measure(self, captured: JointGraph) -> tuple[list[float], list[int], bool]:
         """Return seconds and workspace bytes of each operator, in order, and whether some times were only scaled."""
         keys = [None if call.op == "placeholder" else _key(call) for call in captured.calls]
         fresh = {
@@ -64,7 +64,7 @@ class Costs:
             for key, call in zip(keys, captured.calls, strict=True)
             if key is not None and key not in self._exact
         }
-        scaled = {key: made for key, call in fresh.items() if (made := self._scaled(call)) is not None}
+        scaled = {key: sample for key, call in fresh.items() if (sample := self._scaled(call)) is not None}
         with generators_held(), random_forked(device_of(call) for call in fresh.values()), torch.no_grad():
             runs = {
                 key: _Run(call, is_timed=key not in scaled)
@@ -86,9 +86,9 @@ class Costs:
         if not samples:
             return None
         work = _work(call)
-        nearest = min(samples, key=lambda one: abs(math.log(one.work / work)))
+        nearest = min(samples, key=lambda sample: abs(math.log(sample.work / work)))
         duration_s = nearest.duration_s * work / nearest.work
-        return _Sample(work, duration_s, max(one.workspace_bytes for one in samples))
+        return _Sample(work, duration_s, max(sample.workspace_bytes for sample in samples))
 
 
 class ModelledCosts(Costs):
@@ -101,13 +101,13 @@ class ModelledCosts(Costs):
         super().__init__()
         self._machine = machine
 
-    def measure(self, captured: Captured) -> tuple[list[float], list[int], bool]:
+    def measure(self, captured: JointGraph) -> tuple[list[float], list[int], bool]:
         seconds = [0.0 if call.op == "placeholder" else self._seconds(call) for call in captured.calls]
         return seconds, [0] * len(seconds), False
 
     def _seconds(self, call: fx.Node) -> float:
-        floating = [one.dtype for node in (call, *call.all_input_nodes) for one in tensors_of(node)]
-        dtype = next((one for one in floating if one.is_floating_point), torch.float32)
+        floating = [tensor.dtype for node in (call, *call.all_input_nodes) for tensor in tensors_of(node)]
+        dtype = next((kind for kind in floating if kind.is_floating_point), torch.float32)
         return self._machine.operator_s(flops=_flops(call), size_bytes=_bytes_of(call), dtype=dtype)
 
 
@@ -149,7 +149,9 @@ def _runnable(call: fx.Node, filler: int) -> Callable[[], Any]:
     if whole is not None:
         return whole
     real = functools.partial(_real, filler=filler)
-    arguments, keywords = pytree.tree_map(real, (call.args, call.kwargs), is_leaf=lambda one: isinstance(one, fx.Node))
+    arguments, keywords = pytree.tree_map(
+        real, (call.args, call.kwargs), is_leaf=lambda argument: isinstance(argument, fx.Node)
+    )
     return functools.partial(function_of(call), *arguments, **keywords)
 
 
@@ -158,16 +160,16 @@ def _workspaces(runs: dict[Any, _Run]) -> dict[Any, int]:
 
     They are 0 while another profiler runs.
     """
-    found: dict[Any, int] = dict.fromkeys(runs, 0)
+    sizes: dict[Any, int] = dict.fromkeys(runs, 0)
     on_cpu: list[Any] = []
     for key, run in runs.items():
         if is_accelerator(run.device):
             taken_bytes = peak_bytes(run.made(), device=run.device).activation_bytes
-            found[key] = max(0, taken_bytes - _made_bytes(run.call))
+            sizes[key] = max(0, taken_bytes - _made_bytes(run.call))
         else:
             on_cpu.append(key)
     if not on_cpu or not can_record("cpu"):
-        return found
+        return sizes
     mark_bytes = _MARK_BYTES + max(_made_bytes(run.call) for run in runs.values())  # no operator makes such a storage
     with record_memory("cpu", this_thread_only=True) as recording:  # only differences matter
         for key in on_cpu:
@@ -176,22 +178,22 @@ def _workspaces(runs: dict[Any, _Run]) -> dict[Any, int]:
             operator()
             torch.empty(mark_bytes, dtype=torch.uint8)
     held = [recording.report.start_bytes, *(size for _, size in recording.report.timeline)]
-    marks = [at for at in range(1, len(held)) if held[at] - held[at - 1] == mark_bytes]
+    marks = [index for index in range(1, len(held)) if held[index] - held[index - 1] == mark_bytes]
     if len(marks) != 2 * len(on_cpu):
         raise InternalError(f"{len(marks)} marks between {len(on_cpu)} operators in the record of memory")
     for key, begin, end in zip(on_cpu, marks[::2], marks[1::2], strict=True):
         taken = held[begin + 1 : end]  # the mark itself is already freed
-        found[key] = max(0, max(taken) - taken[0] - _made_bytes(runs[key].call))
-    return found
+        sizes[key] = max(0, max(taken) - taken[0] - _made_bytes(runs[key].call))
+    return sizes
 
 
 def _made_bytes(call: fx.Node) -> int:
     taken, value = taken_from(call), call.meta.get("val")
     tensors = tensors_of(call)
     if taken is not None and value is not None:
-        tensors = [one for at, one in enumerate(value) if at in taken and isinstance(one, torch.Tensor)]
-    made = {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(made.values())
+        tensors = [result for index, result in enumerate(value) if index in taken and isinstance(result, torch.Tensor)]
+    sizes = {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(sizes.values())
 
 
 def _work(call: fx.Node) -> float:
@@ -202,7 +204,7 @@ def _work(call: fx.Node) -> float:
 
 def _flops(call: fx.Node) -> float:
     """Return floating-point operations; 0 if PyTorch does not count them."""
-    arguments, keywords = fx.node.map_arg((call.args, call.kwargs), lambda one: one.meta.get("val"))
+    arguments, keywords = fx.node.map_arg((call.args, call.kwargs), lambda node: node.meta.get("val"))
     return counted_flops(call.target, arguments, keywords, call.meta.get("val"))
 
 
@@ -220,9 +222,9 @@ def _real(argument: Any, filler: int) -> Any:
     value = argument.meta["val"]
     if isinstance(value, torch.Tensor):
         length = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-        made = torch.empty(max(0, length) if value.numel() else 0, dtype=value.dtype, device=value.device)
-        made = made.uniform_(0.1, 0.9) if made.is_floating_point() else made.fill_(filler)
-        return made.as_strided(value.shape, value.stride())
+        tensor = torch.empty(max(0, length) if value.numel() else 0, dtype=value.dtype, device=value.device)
+        tensor = tensor.uniform_(0.1, 0.9) if tensor.is_floating_point() else tensor.fill_(filler)
+        return tensor.as_strided(value.shape, value.stride())
     return value
 
 
@@ -232,13 +234,13 @@ def _target(call: fx.Node) -> Any:
 
 
 def _key(call: fx.Node) -> Any:
-    def part(one: Any) -> Any:
-        if isinstance(one, fx.Node):
-            value = one.meta["val"]
+    def part(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            value = argument.meta["val"]
             if isinstance(value, torch.Tensor):
                 return tuple(value.shape), value.stride(), value.dtype, value.device
             return str(value)
-        return repr(one)
+        return repr(argument)
 
-    leaves, spec = pytree.tree_flatten((call.args, call.kwargs), is_leaf=lambda one: isinstance(one, fx.Node))
+    leaves, spec = pytree.tree_flatten((call.args, call.kwargs), is_leaf=lambda argument: isinstance(argument, fx.Node))
     return call.target, tuple(map(part, leaves)), str(spec), frozenset(taken_from(call) or ())

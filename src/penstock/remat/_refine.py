@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.remat._problem import Decision
+from penstock.remat._decision import Decision
 from penstock.remat._repair import START_OPERATORS
 from penstock.remat._space import RECOMPUTE, Candidate, Decisions, Space, Tries, recomputed
 
@@ -26,6 +26,7 @@ def refined(space: Space, fitting: Sequence[Candidate], budget_bytes: int, befor
     """
     num_starts = min(max(START_OPERATORS // max(1, space.graph.num_operators), MIN_STARTS), _MAX_STARTS)
     different = list({(start.peak_bytes, start.extra_s): start for start in fitting}.values())
+    # Starts with lower peaks end better, although they are slower, so both count.
     different.sort(key=lambda start: start.peak_bytes * (space.graph.step_s + start.extra_s))
     starts = different[:num_starts] if before is None or num_starts > MIN_STARTS else [before]
     best = min(
@@ -66,6 +67,7 @@ def given_back(
     producers = np.unique(space.graph.producers[recomputed(best.decisions)]).tolist()
     if most is not None:
         producers = heapq.nlargest(most // 8, producers, key=lambda producer: _promise(space, producer))
+    # Each gain depends on what was given back before, so it is computed again when it comes first.
     heap: list[tuple[float, int]] = []
     for producer in producers:
         gain, _ = _gain(space, best, producer, budget_bytes, tries)
@@ -87,8 +89,8 @@ def given_back(
 
 def _promise(space: Space, producer: int) -> float:
     """Return the seconds of an operator per byte that it makes."""
-    made = sum(int(space.graph.sizes[storage]) for storage in space.graph.outputs[producer])
-    return float(space.graph.durations_s[producer]) / (1 + made)
+    size_bytes = sum(int(space.graph.sizes[storage]) for storage in space.graph.outputs[producer])
+    return float(space.graph.durations_s[producer]) / (1 + size_bytes)
 
 
 def _gain(
@@ -96,11 +98,11 @@ def _gain(
 ) -> tuple[float, Candidate | None]:
     """Return the seconds saved per held byte by the best other decision that fits on an operator's results."""
     graph = space.graph
-    found: tuple[float, Candidate | None] = (0.0, None)
+    best_gain: tuple[float, Candidate | None] = (0.0, None)
     group = np.array(graph.outputs[producer], dtype=np.int64)
     group = group[recomputed(best.decisions[group])]
     if not len(group):
-        return found
+        return best_gain
     for option in _options(space, group, int(best.decisions[group].max())):
         decisions = _with(space, best.decisions, group, option)
         simulation = space.simulated(decisions, tries)
@@ -109,9 +111,9 @@ def _gain(
         saved_s = best.extra_s - simulation.extra_s
         away = (simulation.gone[group] >= 0) if option == Decision.SWAP else np.zeros(len(group), dtype=bool)
         held = 1.0 + float((graph.sizes[group] * np.where(away, 0.5, 1.0)).sum())  # away for most of its life
-        if saved_s / held > found[0]:
-            found = (saved_s / held, Candidate(decisions, simulation.peak_bytes, simulation.extra_s))
-    return found
+        if saved_s / held > best_gain[0]:
+            best_gain = (saved_s / held, Candidate(decisions, simulation.peak_bytes, simulation.extra_s))
+    return best_gain
 
 
 def _with(space: Space, decisions: Decisions, group: NDArray[np.int64], option: Decision) -> Decisions:
@@ -157,7 +159,7 @@ def _exchanged(space: Space, best: Candidate, budget_bytes: int) -> Candidate:
 
 def _annealed(space: Space, start: Candidate, budget_bytes: int) -> Candidate:
     """Anneal single decisions, from the best plan so far. Small graphs can afford it."""
-    groups, choose = list(space.groups()), np.random.default_rng(0)
+    groups, choose = list(space.groups()), np.random.default_rng(0)  # a fixed seed: equal problems get equal plans
     if not groups:
         return start
     best, now, energy_s = start, start.decisions.copy(), start.extra_s

@@ -45,7 +45,7 @@ class EagerRest:
         """The most bytes at once since the last reading."""
         self._standing: frozenset[int] = frozenset()
         """Storages that exist anyway."""
-        self._entries: weakref.WeakValueDictionary[int, _Entry] = weakref.WeakValueDictionary()
+        self._entries: weakref.WeakValueDictionary[int, _SavedStorage] = weakref.WeakValueDictionary()
 
     @contextlib.contextmanager
     def counting(self, standing: Iterable[torch.Tensor] = ()) -> Iterator[None]:
@@ -53,7 +53,7 @@ class EagerRest:
 
         Parameters and ``standing`` do not count, because they exist anyway.
         """
-        self._standing = frozenset(storage_id(one) for one in standing if _is_counted(one))
+        self._standing = frozenset(storage_id(tensor) for tensor in standing if _is_counted(tensor))
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
             yield
 
@@ -63,7 +63,7 @@ class EagerRest:
         return peak
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # torch.compiler.disable would import all of Dynamo here
-    def _pack(self, tensor: torch.Tensor) -> "_Saved":
+    def _pack(self, tensor: torch.Tensor) -> "_SavedTensor":
         entry = None
         base = tensor if tensor._base is None else tensor._base
         is_parameter = base.is_leaf and base.requires_grad
@@ -73,11 +73,11 @@ class EagerRest:
             if size_bytes >= _TINY_BYTES and key not in self._standing:
                 entry = self._entries.get(key)
                 if entry is None:
-                    entry = self._entries[key] = _Entry(self, size_bytes)
-        return _Saved(tensor, entry)
+                    entry = self._entries[key] = _SavedStorage(self, size_bytes)
+        return _SavedTensor(tensor, entry)
 
 
-class _Entry:
+class _SavedStorage:
     """One saved storage."""
 
     __slots__ = ("__weakref__", "_rest", "_size_bytes")
@@ -91,12 +91,12 @@ class _Entry:
         self._rest.held_bytes -= self._size_bytes
 
 
-class _Saved:
+class _SavedTensor:
     """A saved tensor, with a check of our own for changes in place, because hooks switch off PyTorch's."""
 
     __slots__ = ("entry", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor, entry: _Entry | None):
+    def __init__(self, tensor: torch.Tensor, entry: _SavedStorage | None):
         self.tensor = tensor if tensor.is_leaf else tensor.detach()  # a node's own result would keep the node alive
         self.version = version_of(tensor)
         self.entry = entry
@@ -120,6 +120,6 @@ def is_refused_beside(error: RuntimeError) -> bool:
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
-def _unpack(saved: _Saved) -> torch.Tensor:
+def _unpack(saved: _SavedTensor) -> torch.Tensor:
     check_version(saved.tensor, saved.version)
     return saved.tensor

@@ -22,7 +22,7 @@ from penstock.remat._explain import Planned
 from penstock.remat._piece import RehearsalOver
 from penstock.remat._problem import Method, RematProblem
 from penstock.remat._session import Session
-from penstock.remat._settings import Settings, Size
+from penstock.remat._settings import PlanSettings, Size
 from penstock.remat._warn import warn
 from penstock.tiers import gate, generators_held
 
@@ -232,7 +232,7 @@ def optimize(
         example = "penstock.remat.optimize(step, [batch], budget='6GiB')"
         raise must_be("step", "a module or a function", step, example)
     session = Session(
-        Settings(
+        PlanSettings(
             budget=budget,
             optimizer=optimizer,
             reserve=reserve,
@@ -298,10 +298,10 @@ def max_batch(
 def _signature(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:  # any: nested, hashable
     """Return the key of a plan: shapes, dtypes and devices of the arguments, and whether gradients are enabled."""
 
-    def part(one: Any) -> Any:
-        if isinstance(one, torch.Tensor):
-            return tuple(one.shape), one.stride(), one.dtype, one.device, one.requires_grad
-        return one if isinstance(one, int | float | str | bool | None) else type(one)
+    def part(argument: Any) -> Any:
+        if isinstance(argument, torch.Tensor):
+            return tuple(argument.shape), argument.stride(), argument.dtype, argument.device, argument.requires_grad
+        return argument if isinstance(argument, int | float | str | bool | None) else type(argument)
 
     leaves, spec = pytree.tree_flatten((arguments, keywords))
     return tuple(map(part, leaves)), str(spec), torch.is_grad_enabled()
@@ -309,10 +309,10 @@ def _signature(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:  # 
 
 def _held_by_its_step(session: Session) -> Callable[..., Any]:
     """Return a backend that refers weakly to the session: PyTorch keeps backends, and with them what they hold."""
-    found = weakref.ref(session)
+    weak = weakref.ref(session)
 
     def backend(module: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
-        held = found()
+        held = weak()
         assert held is not None  # the caller of the step holds it
         if not _dynamo.is_tracing_a_step():
             raise _TraceAgain

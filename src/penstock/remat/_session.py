@@ -24,13 +24,13 @@ from penstock.remat._beside import Beside, in_every_call
 from penstock.remat._calls import Done, Statics
 from penstock.remat._describe import describe
 from penstock.remat._explain import NOTHING_PLANNED, Planned
-from penstock.remat._halves import Emitter, PlannedHalves
-from penstock.remat._piece import Call, Piece, RehearsalOver, Variant
+from penstock.remat._halves import Emitter
+from penstock.remat._piece import Call, GraphPiece, PlannedHalves, RehearsalOver, Variant
 from penstock.remat._plan import RematPlan
 from penstock.remat._planner import Planner, Step
 from penstock.remat._problem import RematProblem
 from penstock.remat._profile import Costs, ModelledCosts
-from penstock.remat._settings import Settings
+from penstock.remat._settings import PlanSettings
 from penstock.remat._share import Share
 from penstock.remat._warn import warn
 
@@ -43,11 +43,11 @@ _MAX_CALLS = 1024
 class Session:
     """The steps of what Dynamo has made graphs of: their calls, and when they are planned.
 
-    It has many attributes because the doors and the graphs set switches here; the work is done by its parts: `Beside`,
-    `Planner`, `Emitter` and the thread's `Step`.
+    It is wide because the doors and the graphs set switches here and report to it; the work is done by its parts:
+    `Beside`, `Planner`, `Emitter` and the thread's `Step`.
     """
 
-    def __init__(self, settings: Settings, *, is_one_graph: bool = False, options: object = None):
+    def __init__(self, settings: PlanSettings, *, is_one_graph: bool = False, options: object = None):
         self.settings = settings
         self.options = options
         """Options, as the user gave them to ``torch.compile``."""
@@ -57,7 +57,7 @@ class Session:
         """Whether code that cannot be captured may run eagerly."""
         self.is_rehearsing = False
         """Whether forward stops before its first operator, because only the plan is wanted."""
-        self.pieces: list[Piece] = []
+        self.pieces: list[GraphPiece] = []
         self.num_calls = 0
         """Number of calls of what was compiled, so far."""
         self.has_warned_of_pieces = False
@@ -84,18 +84,18 @@ class Session:
     def take(self, module: fx.GraphModule) -> Callable[..., Any]:
         """Take a graph of Dynamo's, and return its runner. PyTorch keeps the runner forever, so it holds nothing."""
         _dynamo.warn_if_untested()
-        piece = Piece(self, module, _dynamo.break_after(module))
+        piece = GraphPiece(self, module, _dynamo.break_after(module))
         self.pieces.append(piece)
         held = weakref.ref(piece)
 
         def run(*arguments: Any) -> Any:
-            found = held()
-            if found is None:
+            alive = held()
+            if alive is None:
                 raise ValueError(
                     "this compiled step was closed with close(). Compile it again: "
                     "penstock.remat.compile(model, budget='6GiB')"
                 )
-            return found(*arguments)
+            return alive(*arguments)
 
         return _dynamo.outside(run)
 
@@ -113,14 +113,14 @@ class Session:
         """Return the problem of a captured graph alone, with measured operators."""
         return describe(variant, self.settings, self._costs, self.beside.standing_bytes())
 
-    def emitted(self, variant: Variant, made: RematPlan) -> PlannedHalves:
+    def emitted(self, variant: Variant, plan: RematPlan) -> PlannedHalves:
         """Return both halves of a variant by a plan for it."""
         captured, problem, allowed_bytes = variant.captured, variant.problem, 0
         assert captured is not None and problem is not None
         if self.settings.compiler == "inductor":
             room_bytes = self._share.budget_bytes(problem, {})
             allowed_bytes = room_bytes - problem.static_bytes + in_every_call(captured)
-        return self.emitter.halves(variant, made, allowed_bytes)
+        return self.emitter.halves(variant, plan, allowed_bytes)
 
     def begin(self, variant: Variant, arguments: Sequence[Any]) -> Call:
         """Begin a call of ``variant``. Raise `RehearsalOver` if only its plan is wanted."""
@@ -130,8 +130,8 @@ class Session:
                 step.live.clear()
             self.settle()
             statics = Statics(arguments, accumulates=self.settings.accumulates)
-            made = self.planner.plan_for(step, variant, statics, is_one_graph=self.is_one_graph)
-            call = Call(variant.emitted(made), made, self._over)
+            plan = self.planner.plan_for(step, variant, statics, is_one_graph=self.is_one_graph)
+            call = Call(variant.emitted(plan), plan, self._over)
             if self.is_rehearsing:
                 raise RehearsalOver
             step.live[id(call)] = call
@@ -150,9 +150,9 @@ class Session:
     def _mark_calls(self) -> None:
         """Let autograd add gradients of calls that share their step with other calls or an eager rest."""
         if len(self._step.calls) > 1 or self.beside.rest_bytes:
-            for one in self._step.calls:
-                if one.call is not None:
-                    one.call.is_alone = False
+            for done in self._step.calls:
+                if done.call is not None:
+                    done.call.is_alone = False
 
     def _over(self, call: Call) -> None:
         step = self._step
@@ -160,9 +160,9 @@ class Session:
         if waiting is not None:
             waiting.pop(id(call), None)
         if call.is_failed:
-            step.calls = [one for one in step.calls if one.call is not call]
+            step.calls = [done for done in step.calls if done.call is not call]
         if call.had_backward:
-            done = next((one for one in step.calls if one.call is call), None)
+            done = next((done for done in step.calls if done.call is call), None)
             if done is not None and done.variant.is_scaled:
                 # on other devices the host's clock does not measure operators
                 self.planner.correct(step, done, is_timed=self.device.type == "cpu")
@@ -206,7 +206,7 @@ class Session:
     @property
     def device(self) -> torch.device:
         """The device of the step."""
-        known = [one for piece in self.pieces for one in piece.devices()]
+        known = [device for piece in self.pieces for device in piece.devices()]
         return max(known, key=is_accelerator, default=torch.device("cpu"))
 
     @property
@@ -239,8 +239,8 @@ class Session:
     def plans(self) -> list[Planned]:
         """Return the latest plan for each kind of step so far."""
         self.settle()
-        return list({one.shapes: one for one in self.planner.planned}.values())
+        return list({planned.shapes: planned for planned in self.planner.planned}.values())
 
     def explain(self, most: int | None) -> str:
         """Return every plan as text, with ``most`` storages of each."""
-        return "\n\n".join(one.explain(most) for one in self.plans()) or NOTHING_PLANNED
+        return "\n\n".join(planned.explain(most) for planned in self.plans()) or NOTHING_PLANNED

@@ -15,8 +15,8 @@ _EXAMPLE = "penstock.remat.compile(model, budget='6GiB')"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Settings with which a step is planned."""
+class PlanSettings:
+    """Settings with which a step is planned. It is wide because users set each of them by name."""
 
     budget: Size | float | tiers.Budget | None
     """A budget in bytes, as a number or text such as ``"6GiB"``, or a ``Budget`` with tiers.
@@ -74,15 +74,15 @@ class Settings:
 
     def as_options(self) -> dict[str, Any]:
         """Return the settings in the form that `of_options` takes."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        return {setting.name: getattr(self, setting.name) for setting in fields(self)}
 
     @classmethod
     def of_options(cls, options: dict[str, Any]) -> Self:
         """Make settings from a dict, as ``torch.compile`` passes them. Raise ``ValueError`` for unknown options."""
         if "budget" not in options:
-            given = f" (got only {sorted(options)})" if options else ""
+            only = f" (got only {sorted(options)})" if options else ""
             raise ValueError(
-                f"the option 'budget' is missing{given}: penstock.remat.compile(model, budget='6GiB') or "
+                f"the option 'budget' is missing{only}: penstock.remat.compile(model, budget='6GiB') or "
                 "torch.compile(model, backend='penstock', options={'budget': '6GiB'})"
             )
         unknown = set(options) - set(cls.__dataclass_fields__)

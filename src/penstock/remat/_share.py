@@ -4,9 +4,10 @@ import weakref
 from dataclasses import replace
 
 from penstock import tiers
+from penstock.remat._decision import Decision
 from penstock.remat._plan import RematPlan, plan_of
-from penstock.remat._problem import Decision, RematProblem
-from penstock.remat._settings import Settings
+from penstock.remat._problem import RematProblem
+from penstock.remat._settings import PlanSettings
 from penstock.tiers import Charges, Footprint
 
 WITHOUT_LIMIT = 2**62
@@ -16,7 +17,7 @@ WITHOUT_LIMIT = 2**62
 class Share:
     """The bytes that a step may take and that it has charged."""
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: PlanSettings):
         self._settings = settings
         self._charges: Charges | None = None
         self._footprint = Footprint()
@@ -38,6 +39,7 @@ class Share:
         budget = self._settings.budget
         if isinstance(budget, float):
             keep_all = plan_of(problem, [Decision.KEEP] * len(problem.storages)).peak_bytes
+            # a smaller batch, such as the last, may take the same bytes
             self._largest_bytes = max(self._largest_bytes, keep_all)
             return int(budget * self._largest_bytes)
         own = replace(self._footprint, tensors={**self._footprint.tensors, **parameters})
@@ -46,7 +48,7 @@ class Share:
         room_bytes = self._settings.account().step_room_bytes(own)
         return WITHOUT_LIMIT if room_bytes is None else max(0, room_bytes)
 
-    def take(self, problem: RematProblem, made: RematPlan, parameters: dict[int, int]) -> None:
+    def take(self, problem: RematProblem, plan: RematPlan, parameters: dict[int, int]) -> None:
         """Charge the account with what the step takes. Plans of one step share what exists between them."""
         if not isinstance(self._settings.budget, tiers.Budget):
             return
@@ -57,7 +59,7 @@ class Share:
         together = Footprint(
             tensors={**before.tensors, **parameters},
             held_bytes=max(before.held_bytes, problem.static_bytes - sum(parameters.values())),
-            step_bytes=max(before.step_bytes, made.peak_bytes - problem.static_bytes),
+            step_bytes=max(before.step_bytes, plan.peak_bytes - problem.static_bytes),
         )
         self._charges.enter(together)
         self._footprint = together

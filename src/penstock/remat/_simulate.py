@@ -21,12 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.native import load
-from penstock.remat._problem import Decision, RematProblem
+from penstock.remat._decision import NUMBERS_OF_C, Decision, Outcome
+from penstock.remat._problem import RematProblem
 
 MAX_RECOMPUTE_FACTOR = 40
 """Factor of the step's operators above which decisions count as infeasible."""
-_ENDLESS, _NO_MEMORY = 1, 2
-_RECOMPUTE, _RECOMPUTE_EVERY_TIME, _SWAP = map(int, (Decision.RECOMPUTE, Decision.RECOMPUTE_EVERY_TIME, Decision.SWAP))
+_ENDLESS, _NO_MEMORY = int(Outcome.ENDLESS), int(Outcome.NO_MEMORY)
+_RECOMPUTE, _RECOMPUTE_PER_USE, _SWAP = map(int, (Decision.RECOMPUTE, Decision.RECOMPUTE_PER_USE, Decision.SWAP))
 
 
 @dataclass(slots=True)
@@ -49,8 +50,11 @@ class Simulation:
     """Per storage, the slot at which its copy back begins; -1 if it does not leave."""
 
 
-class Graph:
-    """A problem as flat arrays."""
+class FlatProblem:
+    """A problem as flat arrays. Nothing in it changes.
+
+    It is wide because C reads each column of operators and storages as an array of its own.
+    """
 
     def __init__(self, problem: RematProblem, gap: int = 64):
         operators, storages = problem.operators, problem.storages
@@ -59,14 +63,15 @@ class Graph:
         self.num_forward = problem.num_forward
         self.gap = gap
         """A storage that is recomputed each time stays if it is needed again within this many operators."""
-        self.durations_s = np.array([one.duration_s for one in operators], dtype=np.float64)
+        self.durations_s = np.array([operator.duration_s for operator in operators], dtype=np.float64)
+        # cumsum adds in order, as C does. np.sum adds pairwise, which rounds differently.
         self.step_s = float(np.cumsum(self.durations_s)[-1]) if operators else 0.0
-        self.workspaces = np.array([one.workspace_bytes for one in operators], dtype=np.int64)
-        self.sizes = np.array([one.size_bytes for one in storages], dtype=np.int64)
-        self.producers = np.array([one.producer for one in storages], dtype=np.int32)
-        self.is_output = np.array([one.is_output for one in storages], dtype=np.uint8)
-        self.inputs = [tuple(dict.fromkeys(one.inputs)) for one in operators]
-        self.outputs = [one.outputs for one in operators]
+        self.workspaces = np.array([operator.workspace_bytes for operator in operators], dtype=np.int64)
+        self.sizes = np.array([storage.size_bytes for storage in storages], dtype=np.int64)
+        self.producers = np.array([storage.producer for storage in storages], dtype=np.int32)
+        self.is_output = np.array([storage.is_output for storage in storages], dtype=np.uint8)
+        self.inputs = [tuple(dict.fromkeys(operator.inputs)) for operator in operators]
+        self.outputs = [operator.outputs for operator in operators]
         self.input_starts, self.input_ids = _rows(self.inputs)
         self.output_starts, self.output_ids = _rows(self.outputs)
         self.last_forward = self.producers.copy()
@@ -78,7 +83,6 @@ class Graph:
                 elif self.producers[storage] < self.num_forward:
                     self.needs[storage].append(index)
         self.need_starts, self.need_ids = _rows(self.needs)
-        self.buffers: _Buffers | None = None
         self.bandwidths = (problem.out_bandwidth_bytes_per_s, problem.in_bandwidth_bytes_per_s)
         self.page_bytes = problem.swap_page_bytes
 
@@ -87,11 +91,16 @@ class Graph:
         """The same as lists, for Python."""
         return _Rows(self)
 
+    @functools.cached_property
+    def buffers(self) -> "_Buffers":
+        """The memory of its compiled simulations."""
+        return _Buffers(self, MAX_RECOMPUTE_FACTOR * self.num_operators)
+
 
 class _Rows:
     """A graph as lists, which Python reads several times faster than arrays, plus what no decision changes."""
 
-    def __init__(self, graph: Graph):
+    def __init__(self, graph: FlatProblem):
         self.inputs, self.outputs = graph.inputs, graph.outputs
         self.producers: list[int] = graph.producers.tolist()
         self.sizes: list[int] = graph.sizes.tolist()
@@ -107,7 +116,7 @@ class _Rows:
 def _rows(rows: list[tuple[int, ...]] | list[list[int]]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     starts = np.zeros(len(rows) + 1, dtype=np.int32)
     starts[1:] = np.cumsum([len(row) for row in rows])
-    return starts, np.array([one for row in rows for one in row], dtype=np.int32)
+    return starts, np.array([number for row in rows for number in row], dtype=np.int32)
 
 
 def _dense(slots: dict[int, int], count: int) -> NDArray[np.int32]:
@@ -117,7 +126,7 @@ def _dense(slots: dict[int, int], count: int) -> NDArray[np.int32]:
 
 
 class _CGraph(ctypes.Structure):
-    """``Graph`` of `native/remat.c`."""
+    """``Graph`` of `native/remat.c`, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("num_operators", "num_storages", "num_forward", "gap")),
@@ -144,6 +153,8 @@ class _CGraph(ctypes.Structure):
 
 
 class _CResult(ctypes.Structure):
+    """``Result`` of `native/remat.c`, field by field."""
+
     _fields_ = (
         ("peak_bytes", ctypes.c_int64),
         ("extra_s", ctypes.c_double),
@@ -152,22 +163,19 @@ class _CResult(ctypes.Structure):
     )
 
 
-def simulate(graph: Graph, decisions: NDArray[np.uint8]) -> Simulation | None:
+def simulate(graph: FlatProblem, decisions: NDArray[np.uint8]) -> Simulation | None:
     """Simulate the step with a ``Decision`` for every storage; ``None`` if it recomputes endlessly."""
-    library = load("remat")
+    library = load("remat", numbers=NUMBERS_OF_C)
     return simulate_slowly(graph, decisions) if library is None else _simulate_compiled(library, graph, decisions)
 
 
-def simulate_slowly(graph: Graph, decisions: NDArray[np.uint8]) -> Simulation | None:
+def simulate_slowly(graph: FlatProblem, decisions: NDArray[np.uint8]) -> Simulation | None:
     """Simulate the step in Python: the reference, and the only way without compiled libraries."""
-    return _Player(graph, decisions).play()
+    return _StepPlayer(graph, decisions).play()
 
 
-def _simulate_compiled(library: ctypes.CDLL, graph: Graph, decisions: NDArray[np.uint8]) -> Simulation | None:
-    capacity = MAX_RECOMPUTE_FACTOR * graph.num_operators
+def _simulate_compiled(library: ctypes.CDLL, graph: FlatProblem, decisions: NDArray[np.uint8]) -> Simulation | None:
     buffers = graph.buffers
-    if buffers is None:
-        buffers = graph.buffers = _Buffers(graph, capacity)
     buffers.decisions[:] = decisions
     outcome = library.penstock_simulate(*buffers.arguments)
     if outcome == _NO_MEMORY:
@@ -189,7 +197,7 @@ def _simulate_compiled(library: ctypes.CDLL, graph: Graph, decisions: NDArray[np
 class _Buffers:
     """Inputs and outputs of the compiled simulation. The results of one call are valid until the next."""
 
-    def __init__(self, graph: Graph, capacity: int):
+    def __init__(self, graph: FlatProblem, capacity: int):
         self.slots = np.empty(capacity + graph.num_operators + 1, dtype=np.int32)
         self.live = np.empty(capacity + graph.num_operators + 2, dtype=np.int64)
         self.decisions = np.empty(graph.num_storages, dtype=np.uint8)
@@ -204,15 +212,15 @@ class _Buffers:
                 value = getattr(graph, name)
                 values.append(value.ctypes.data if kind is ctypes.c_void_p else value)
         self.graph = _CGraph(*values)
-        written = [ctypes.c_void_p(one.ctypes.data) for one in (self.slots, self.live, self.gone, self.fetch)]
-        given = ctypes.byref(self.graph), ctypes.c_void_p(self.decisions.ctypes.data), ctypes.c_int32(capacity)
-        self.arguments = (*given, *written, ctypes.byref(self.result))
+        written = [ctypes.c_void_p(array.ctypes.data) for array in (self.slots, self.live, self.gone, self.fetch)]
+        inputs = ctypes.byref(self.graph), ctypes.c_void_p(self.decisions.ctypes.data), ctypes.c_int32(capacity)
+        self.arguments = (*inputs, *written, ctypes.byref(self.result))
 
 
-class _Player:
+class _StepPlayer:
     """One simulation in Python. It uses plain lists and numbers, since the planner runs tens of thousands of them."""
 
-    def __init__(self, graph: Graph, decisions: NDArray[np.uint8]):
+    def __init__(self, graph: FlatProblem, decisions: NDArray[np.uint8]):
         self.graph, self.rows = graph, graph.rows
         self.decisions: list[int] = decisions.tolist()
         forward = graph.producers < graph.num_forward
@@ -248,6 +256,9 @@ class _Player:
             fetch=_dense(fetch, graph.num_storages),
         )
 
+    # Simulating only from the first operator that a change of decisions affects would help annealing. It was left out,
+    # because it needs the state before each operator.
+
     def _backward(self, index: int) -> bool:
         """Run an operator of backward; ``False`` if that exceeds the limit of operators."""
         rows, births, uses, is_here = self.rows, self.births, self.uses, self.is_here
@@ -275,13 +286,13 @@ class _Player:
     def _closure(self, stack: list[int]) -> list[int]:
         """Return the operators that have to run again to make absent storages, in order."""
         inputs, producers, is_here = self.rows.inputs, self.rows.producers, self.is_here
-        found = set()
+        operators = set()
         while stack:
             producer = producers[stack.pop()]
-            if producer not in found:
-                found.add(producer)
+            if producer not in operators:
+                operators.add(producer)
                 stack += [storage for storage in inputs[producer] if not is_here[storage]]
-        return sorted(found)
+        return sorted(operators)
 
     def _run_again(self, again: list[int], index: int) -> None:
         inputs, uses, is_here = self.rows.inputs, self.uses, self.is_here
@@ -337,7 +348,7 @@ class _Player:
 
     def _gap(self, storage: int) -> int:
         """Return the number of operators within which it has to be needed again to stay."""
-        return 0 if self.decisions[storage] == _RECOMPUTE_EVERY_TIME else self.graph.gap
+        return 0 if self.decisions[storage] == _RECOMPUTE_PER_USE else self.graph.gap
 
     def _advance(self, storage: int, index: int) -> int:
         """Return the first need that is not before operator ``index``."""

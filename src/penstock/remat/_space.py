@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.remat._problem import Decision, Method, RematProblem
-from penstock.remat._simulate import Graph, Simulation, simulate
+from penstock.remat._decision import Decision
+from penstock.remat._problem import Method, RematProblem
+from penstock.remat._simulate import FlatProblem, Simulation, simulate
 
 MIN_SWAP_BYTES = 64 * 1024
 """Size below which storages are not worth a request."""
-RECOMPUTE = [Decision.RECOMPUTE, Decision.RECOMPUTE_EACH_TIME, Decision.RECOMPUTE_EVERY_TIME]
+RECOMPUTE = [Decision.RECOMPUTE, Decision.RECOMPUTE_PER_GROUP, Decision.RECOMPUTE_PER_USE]
 """Ways to recompute, from most held and least computed to the reverse."""
 Decisions = NDArray[np.uint8]
 """A ``Decision`` per storage."""
@@ -40,7 +41,7 @@ class Tries:
 class Space:
     """The choices for one problem: which storages may be recomputed, and which swapped. Nothing in it changes."""
 
-    graph: Graph
+    graph: FlatProblem
     """The problem as arrays."""
     allows_recompute: bool
     """Whether the method may recompute at all."""
@@ -56,14 +57,16 @@ class Space:
     @staticmethod
     def of(problem: RematProblem, method: Method) -> "Space":
         """Return the choices that ``method`` has."""
-        graph = Graph(problem)
+        graph = FlatProblem(problem)
         allows_recompute = method != "swap"
         allows_swap = method != "recompute" and problem.can_swap
         forward = graph.producers < problem.num_forward
-        needed = np.array([bool(one) for one in graph.needs], dtype=bool)
+        needed = np.array([bool(needs) for needs in graph.needs], dtype=bool)
         goes = ~graph.is_output.astype(bool)
-        once = np.array([bool(problem.operators[one.producer].must_run_once) for one in problem.storages], dtype=bool)
-        moves = np.array([not one.must_stay for one in problem.storages], dtype=bool)
+        once = np.array(
+            [bool(problem.operators[storage.producer].must_run_once) for storage in problem.storages], dtype=bool
+        )
+        moves = np.array([not storage.must_stay for storage in problem.storages], dtype=bool)
         return Space(
             graph,
             allows_recompute,
@@ -117,5 +120,5 @@ class Space:
 
 def recomputed(decisions: Decisions) -> NDArray[np.bool_]:
     """Return which storages are recomputed."""
-    found: NDArray[np.bool_] = (decisions != Decision.KEEP) & (decisions != Decision.SWAP)
-    return found
+    which: NDArray[np.bool_] = (decisions != Decision.KEEP) & (decisions != Decision.SWAP)
+    return which

@@ -48,10 +48,10 @@ class Tiers:
     @functools.cached_property
     def waterfall(self) -> Waterfall:
         """The waterfall, made on the first swap: a step that is only planned opens no file and starts no lane."""
-        made = waterfall_for(self._device, self._budget.named("remat"), verify=self._verify)
-        self._closer = weakref.finalize(self, _close_beside, made)
+        waterfall = waterfall_for(self._device, self._budget.named("remat"), verify=self._verify)
+        self._closer = weakref.finalize(self, _close_beside, waterfall)
         self._closer.atexit = False
-        return made
+        return waterfall
 
     def close(self) -> None:
         """End the lanes, if any were started."""
@@ -87,8 +87,8 @@ def prefetch(ticket: torch.Tensor) -> None:
 
 def fetch(ticket: torch.Tensor) -> torch.Tensor:
     """Return the value as it was."""
-    found = _of(ticket)
-    return found.layout.rebuild(found.handle.get())
+    parked = _of(ticket)
+    return parked.layout.rebuild(parked.handle.get())
 
 
 def drawing(target: Callable[..., Any], device: str, *, notes_state: bool) -> Callable[..., Any]:
@@ -131,8 +131,8 @@ def replaying(target: Callable[..., Any], device: str) -> Callable[..., Any]:
 
 
 def _of(ticket: torch.Tensor) -> _Parked:
-    found: _Parked = _ticket.thing_of(ticket)
-    return found
+    parked: _Parked = _ticket.thing_of(ticket)
+    return parked
 
 
 for _function in (park, finish, prefetch, state_before):

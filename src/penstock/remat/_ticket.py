@@ -38,10 +38,10 @@ def issue(thing: Any) -> torch.Tensor:
 
 def thing_of(ticket: torch.Tensor) -> Any:
     """Return the object that ``ticket`` represents."""
-    found = _tickets.get(int.from_bytes(ticket.numpy().tobytes(), "little"))
-    if found is None:
+    memory = _tickets.get(int.from_bytes(ticket.numpy().tobytes(), "little"))
+    if memory is None:
         raise InternalError("the tensor that a planned step passes from forward to backward was replaced in between")
-    return found.thing
+    return memory.thing
 
 
 def held_bytes(storage: torch.UntypedStorage) -> int:
@@ -49,7 +49,7 @@ def held_bytes(storage: torch.UntypedStorage) -> int:
     if storage.nbytes() != TICKET_BYTES or storage.device.type != "cpu":
         return storage.nbytes()
     number = torch.empty(0, dtype=torch.int64).set_(storage)
-    found = _tickets.get(int(number))
-    if found is None or found.address != storage.data_ptr():  # an ordinary tensor with such a number
+    memory = _tickets.get(int(number))
+    if memory is None or memory.address != storage.data_ptr():  # an ordinary tensor with such a number
         return TICKET_BYTES
-    return max(TICKET_BYTES, getattr(found.thing, "held_bytes", 0))
+    return max(TICKET_BYTES, getattr(memory.thing, "held_bytes", 0))

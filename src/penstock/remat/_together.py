@@ -14,7 +14,7 @@ from penstock.remat._problem import Operator, RematProblem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class GraphLink:
     """A result of one graph that is an argument of a later one."""
 
     source: int
@@ -27,14 +27,14 @@ class Link:
     """The storage of its gradient, in the target's problem; ``None`` if it has none of its own."""
 
 
-def merged(problems: Sequence[RematProblem], links: Sequence[Link], static_bytes: int) -> RematProblem:
+def merged(problems: Sequence[RematProblem], links: Sequence[GraphLink], static_bytes: int) -> RematProblem:
     """Merge the problems into one.
 
     If there are several, nothing is swapped: lanes would run beyond a graph's end.
     """
     if len(problems) == 1:
         return replace(problems[0], static_bytes=static_bytes)
-    order = [(graph, index) for graph, one in enumerate(problems) for index in range(one.num_forward)]
+    order = [(graph, index) for graph, problem in enumerate(problems) for index in range(problem.num_forward)]
     for graph in reversed(range(len(problems))):
         problem = problems[graph]
         order += [(graph, index) for index in range(problem.num_forward, len(problem.operators))]
@@ -65,33 +65,35 @@ def merged(problems: Sequence[RematProblem], links: Sequence[Link], static_bytes
     for graph, index in order:
         if index < 0:
             ends = {starts[link.source] + link.storage for link in links if link.target == graph}
-            ends |= {starts[graph] + one for target, one in gradients if target == graph and one is not None}
+            ends |= {
+                starts[graph] + storage for target, storage in gradients if target == graph and storage is not None
+            }
             operators.append(_end(graph, sorted(ends)))
             continue
         operator = problems[graph].operators[index]
-        holds = any((graph, one) in handed_over for one in operator.outputs)
+        holds = any((graph, storage) in handed_over for storage in operator.outputs)
         operators.append(
             replace(
                 operator,
                 name=f"{operator.name} of graph {graph}",
-                inputs=tuple(starts[graph] + one for one in operator.inputs),
-                outputs=tuple(starts[graph] + one for one in operator.outputs),
+                inputs=tuple(starts[graph] + storage for storage in operator.inputs),
+                outputs=tuple(starts[graph] + storage for storage in operator.outputs),
                 must_run_once=operator.must_run_once or ("another graph reads it" if holds else ""),
             )
         )
     return RematProblem(
         operators=tuple(operators),
-        num_forward=sum(one.num_forward for one in problems),
+        num_forward=sum(problem.num_forward for problem in problems),
         storages=storages,
         static_bytes=static_bytes,
     )
 
 
-def plans_of(problems: Sequence[RematProblem], made: RematPlan) -> tuple[RematPlan, ...]:
+def plans_of(problems: Sequence[RematProblem], whole: RematPlan) -> tuple[RematPlan, ...]:
     """Return the plan of each graph, from the plan of all of them."""
-    starts = [0, *itertools.accumulate(len(one.storages) for one in problems)]
-    shares = [made.decisions[start:end] for start, end in itertools.pairwise(starts)]
-    return tuple(plan_of(one, share) for one, share in zip(problems, shares, strict=True))
+    starts = [0, *itertools.accumulate(len(problem.storages) for problem in problems)]
+    shares = [whole.decisions[start:end] for start, end in itertools.pairwise(starts)]
+    return tuple(plan_of(problem, share) for problem, share in zip(problems, shares, strict=True))
 
 
 def _end(graph: int, inputs: list[int]) -> Operator:

@@ -21,7 +21,7 @@ from penstock.tiers import generators_held
 from penstock.units import format_bytes
 
 
-class Trial:
+class CompiledPlan:
     """Forward and backward of one plan, compiled. They run node by node until a step has kept within the plan's bytes.
 
     The trial is a step of its own, on the arguments of the first. Its gradients are discarded and generators restored.
@@ -42,7 +42,7 @@ class Trial:
         """Bytes that a step may take in addition to those at its start."""
         self._inputs = [node for node in backward.graph.nodes if node.op == "placeholder"]
         self._device = max(map(device_of, backward.graph.nodes), key=is_accelerator)
-        once = [one for one in problem.operators if one.must_run_once and one.target != "tangent"]
+        once = [operator for operator in problem.operators if operator.must_run_once and operator.target != "tangent"]
         if once:
             self._decline(
                 f"a trial would run {once[0].name} a second time, but it must run only once ({once[0].must_run_once})"
@@ -85,15 +85,15 @@ class Trial:
 
     def _step(self, arguments: list[Any]) -> None:
         tangents = [tensor for node in self._inputs if "tangents" in node.name for tensor in tensors_of(node)]
-        made = [
-            torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device).fill_(1)
-            for one in tangents
+        gradients = [
+            torch.empty_strided(tangent.shape, tangent.stride(), dtype=tangent.dtype, device=tangent.device).fill_(1)
+            for tangent in tangents
         ]
         results = self._forward(list(arguments))  # the caller holds them until backward has ended
         saved = list(results[self._num_results :])
         results = results[: self._num_results]
-        saved += made
-        del made
+        saved += gradients
+        del gradients
         self._backward(saved)
 
     def _decline(self, why: str) -> None:

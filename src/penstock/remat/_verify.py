@@ -16,7 +16,9 @@ def verify(problem: RematProblem, plan: RematPlan) -> None:
     num_forward = problem.num_forward
     if plan.slots[:num_forward] != tuple(range(num_forward)):
         raise InternalError("forward does not run as captured")
-    if [one for one in plan.slots if one >= num_forward] != list(range(num_forward, len(problem.operators))):
+    if [operator for operator in plan.slots if operator >= num_forward] != list(
+        range(num_forward, len(problem.operators))
+    ):
         raise InternalError("operators of backward do not each run once and in order")
     for index in set(plan.slots[num_forward:]):
         if index < num_forward and problem.operators[index].must_run_once:
@@ -33,6 +35,7 @@ def live_bytes(problem: RematProblem, plan: RematPlan) -> list[int]:
 
     Raises ``InternalError`` if an operator reads a storage that is gone.
     """
+    # Shares no code with `_simulate.py` on purpose, so that a mistake in one shows in the other.
     copies: list[list[int]] = []  # first slot, last slot, bytes
     current: dict[int, int] = {}
     for slot, index in enumerate(plan.slots):

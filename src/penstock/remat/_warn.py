@@ -14,6 +14,7 @@ def _is_passed(module: str) -> bool:
 
 def warn(text: str, category: type[Warning]) -> None:
     """Warn at the innermost line that belongs neither to Penstock nor to PyTorch."""
+    # A fixed stacklevel would point into Dynamo, whose depth differs between versions and calls.
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and _is_passed(frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back

@@ -24,7 +24,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from penstock.devices import kinds, random_forked
-from penstock.remat import _layers, _packed, _ticket
+from penstock.remat import _rnn, _ticket
 from penstock.storages import storage_id
 
 _library = torch.library.Library("penstock", "DEF")
@@ -92,7 +92,7 @@ class Recipe:
     """Arguments as a flat list, without the tensors."""
     places: list[int]
     """Positions of the tensors in that list."""
-    kind: "_Kind"
+    kind: "_WholeKind"
     needs_gradient: tuple[bool, ...] = ()
     """Per tensor, whether it needs a gradient."""
     are_leaves: tuple[bool, ...] = ()
@@ -122,16 +122,16 @@ class Recipe:
 
     def examples(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return tensors like those given, with values that the function accepts."""
-        made = [_example(tensor) for tensor in like]
+        tensors = [_example(tensor) for tensor in like]
         flat = list(self.constants)
-        for place, tensor in zip(self.places, made, strict=True):
+        for place, tensor in zip(self.places, tensors, strict=True):
             flat[place] = tensor
         self.kind.fill(*pytree.tree_unflatten(flat, self.spec)[0])
-        return made
+        return tensors
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _WholeKind:
     """A kind of function that is kept whole."""
 
     is_random: Callable[[fx.Node], bool]
@@ -147,7 +147,7 @@ class _Call:
     def __init__(
         self,
         function: Callable[..., Any],
-        kind: _Kind,
+        kind: _WholeKind,
         recipes: list[Recipe],
         *,
         is_random: bool,
@@ -158,34 +158,37 @@ class _Call:
         self.__name__ = getattr(function, "__name__", "whole")
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        given = pytree.tree_leaves((arguments, keywords))
-        leaves = {id(one) for one, is_leaf in zip(given, self.are_leaves, strict=True) if is_leaf}
+        values = pytree.tree_leaves((arguments, keywords))
+        leaves = {id(value) for value, is_leaf in zip(values, self.are_leaves, strict=True) if is_leaf}
         run = functools.partial(self._run, leaves)
         hidden_at = None if keywords else _hidden_at(self.kind, arguments)
         if hidden_at is None:
             return run(*arguments, **keywords)
         assert self.kind.data_at is not None
         self.is_random = False  # only between layers
-        return _layers.layer_by_layer(run, hidden_at, self.kind.data_at, arguments)
+        return _rnn.layer_by_layer(run, hidden_at, self.kind.data_at, arguments)
 
     def _run(self, leaves: set[int], /, *arguments: Any, **keywords: Any) -> Any:
         flat, spec = pytree.tree_flatten((arguments, keywords))
-        places = [at for at, one in enumerate(flat) if isinstance(one, torch.Tensor)]
-        tensors = [flat[at] for at in places]
-        constants = [None if isinstance(one, torch.Tensor) else one for one in flat]
+        places = [index for index, value in enumerate(flat) if isinstance(value, torch.Tensor)]
+        tensors = [flat[place] for place in places]
+        constants = [None if isinstance(value, torch.Tensor) else value for value in flat]
         recipe = Recipe(self.function, spec, constants, places, self.kind, autocast=_autocast_now())
         self.recipes.append(recipe)
-        needs = tuple(one.requires_grad and torch.is_grad_enabled() for one in tensors)
+        needs = tuple(tensor.requires_grad and torch.is_grad_enabled() for tensor in tensors)
         recipe.needs_gradient = needs
-        recipe.are_leaves = tuple(id(one) in leaves for one in tensors)
-        made = _Function.apply(recipe, self.is_random, *tensors)  # type: ignore[no-untyped-call]
-        return made[0] if len(made) == 1 else made
+        recipe.are_leaves = tuple(id(tensor) in leaves for tensor in tensors)
+        outputs = _Function.apply(recipe, self.is_random, *tensors)  # type: ignore[no-untyped-call]
+        return outputs[0] if len(outputs) == 1 else outputs
 
 
 def _are_leaves(call: fx.Node) -> list[bool]:
     """Return, per argument in a flat list, whether it is a parameter."""
     arguments = pytree.tree_leaves((call.args, call.kwargs))
-    return [isinstance(one, fx.Node) and isinstance(one.meta.get("example_value"), nn.Parameter) for one in arguments]
+    return [
+        isinstance(argument, fx.Node) and isinstance(argument.meta.get("example_value"), nn.Parameter)
+        for argument in arguments
+    ]
 
 
 def _autocast_now() -> dict[str, tuple[bool, torch.dtype]]:
@@ -206,8 +209,10 @@ class _Function(torch.autograd.Function):
         ctx.recipe = recipe
         ctx.num_tensors = len(tensors)
         ctx.set_materialize_grads(True)
-        ctx.mark_non_differentiable(*(one for one in outputs if not one.is_floating_point()))
-        read = [tensors[at] for at in recipe.shape.reads_inputs] + [outputs[at] for at in recipe.shape.reads_outputs]
+        ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
+        read = [tensors[index] for index in recipe.shape.reads_inputs] + [
+            outputs[index] for index in recipe.shape.reads_outputs
+        ]
         ctx.save_for_backward(ticket, *read)
         return tuple(outputs)
 
@@ -216,16 +221,22 @@ class _Function(torch.autograd.Function):
         ticket, *read = ctx.saved_tensors
         recipe, shape = ctx.recipe, ctx.recipe.shape
         inputs, outputs = read[: len(shape.reads_inputs)], read[len(shape.reads_inputs) :]
-        given = [one for one, like in zip(gradients, shape.outputs, strict=True) if like.dtype.is_floating_point]
-        made = iter(BACKWARD(recipe.number, ticket, given, inputs, outputs))
+        floating = [
+            gradient for gradient, like in zip(gradients, shape.outputs, strict=True) if like.dtype.is_floating_point
+        ]
+        results = iter(BACKWARD(recipe.number, ticket, floating, inputs, outputs))
         has = iter(shape.gradients)
-        return None, None, *[next(made) if needs and next(has) is not None else None for needs in recipe.needs_gradient]
+        return (
+            None,
+            None,
+            *[next(results) if needs and next(has) is not None else None for needs in recipe.needs_gradient],
+        )
 
 
 class _Graph:
     """The autograd graph of one forward."""
 
-    def __init__(self, recipe: Recipe, saved: "_Saved", begins: list[Any], ends: list[Any]):
+    def __init__(self, recipe: Recipe, saved: "_SavedTensors", begins: list[Any], ends: list[Any]):
         self.recipe, self.saved = recipe, saved
         self.begins = begins
         """Edges at which gradients of inputs come out."""
@@ -254,7 +265,7 @@ class _Graph:
                 self.saved.now = {}
 
 
-class _Saved:
+class _SavedTensors:
     """Tensors that an autograd graph saved.
 
     The graph refers to this object, so it must not refer to the graph: both would leak.
@@ -264,7 +275,9 @@ class _Saved:
         self.now: dict[tuple[str, int], torch.Tensor] = {}
         """Inputs and outputs, while backward runs."""
         self.held_bytes = 0
-        self._places = {storage_id(one): ("input", at, int(one.storage_offset())) for at, one in enumerate(inputs)}
+        self._places = {
+            storage_id(tensor): ("input", index, int(tensor.storage_offset())) for index, tensor in enumerate(inputs)
+        }
         self._tokens: list[_Token] = []
 
     def pack(self, tensor: torch.Tensor) -> "_Token":
@@ -279,7 +292,9 @@ class _Saved:
 
     def seal(self, outputs: Sequence[torch.Tensor]) -> None:
         """Release inputs and outputs."""
-        places = {storage_id(one): ("output", at, int(one.storage_offset())) for at, one in enumerate(outputs)}
+        places = {
+            storage_id(tensor): ("output", index, int(tensor.storage_offset())) for index, tensor in enumerate(outputs)
+        }
         places |= self._places
         own: dict[int, int] = {}
         for token in self._tokens:
@@ -305,10 +320,10 @@ class _Token:
         self.kind, self.at = "", 0
         self._layout: tuple[Any, ...] = ()
 
-    def leave(self, kind: str, at: int, offset: int) -> None:
+    def leave(self, kind: str, index: int, offset: int) -> None:
         """Release the tensor. Only its place and layout stay."""
         assert self.tensor is not None
-        self.kind, self.at = kind, at
+        self.kind, self.at = kind, index
         self._layout = (self.tensor.shape, self.tensor.stride(), self.tensor.storage_offset() - offset)
         self.tensor = None
 
@@ -318,7 +333,7 @@ class _Token:
         return base.as_strided(shape, stride, base.storage_offset() + offset)
 
 
-class _Entry(torch.autograd.Function):
+class _EnterGraph(torch.autograd.Function):
     """An operator through which a tensor enters the graph.
 
     The node of a leaf holds the leaf; this node holds nothing.
@@ -341,25 +356,25 @@ def _entry(anchor: torch.Tensor, tensor: torch.Tensor, *, is_leaf: bool) -> torc
     """
     if is_leaf:
         return tensor.detach().requires_grad_()
-    return cast("torch.Tensor", _Entry.apply(anchor, tensor))  # type: ignore[no-untyped-call]
+    return cast("torch.Tensor", _EnterGraph.apply(anchor, tensor))  # type: ignore[no-untyped-call]
 
 
 def run_forward(number: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Run forward, and return the outputs and a ticket for the graph."""
     recipe = _recipes[number]
-    saved = _Saved(inputs)
+    saved = _SavedTensors(inputs)
     edge = torch.autograd.graph.get_gradient_edge
     with torch.enable_grad():
         anchor = torch.zeros((), requires_grad=True)
         entries = [
-            _entry(anchor, one, is_leaf=is_leaf and bool(recipe.autocast)) if needs else one.detach()
-            for one, needs, is_leaf in zip(inputs, recipe.needs_gradient, recipe.are_leaves, strict=True)
+            _entry(anchor, tensor, is_leaf=is_leaf and bool(recipe.autocast)) if needs else tensor.detach()
+            for tensor, needs, is_leaf in zip(inputs, recipe.needs_gradient, recipe.are_leaves, strict=True)
         ]
-        begins = [edge(one) for one, needs in zip(entries, recipe.needs_gradient, strict=True) if needs]
+        begins = [edge(entry) for entry, needs in zip(entries, recipe.needs_gradient, strict=True) if needs]
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
             results = recipe.call(entries)
-        ends = [edge(one) for one in results if one.is_floating_point()] if begins else []
-    outputs = [one.detach() for one in results]
+        ends = [edge(result) for result in results if result.is_floating_point()] if begins else []
+    outputs = [result.detach() for result in results]
     saved.seal(outputs)
     return [*outputs, _ticket.issue(_Graph(recipe, saved, begins, ends))]
 
@@ -374,9 +389,9 @@ def run_backward(
     graph: _Graph = _ticket.thing_of(ticket)
     shape = graph.recipe.shape
     assert shape is not None
-    now = {("input", at): one for at, one in zip(shape.reads_inputs, inputs, strict=True)}
-    now |= {("output", at): one for at, one in zip(shape.reads_outputs, outputs, strict=True)}
-    return [one for one in graph.backward(gradients, now) if one is not None]
+    now = {("input", index): tensor for index, tensor in zip(shape.reads_inputs, inputs, strict=True)}
+    now |= {("output", index): tensor for index, tensor in zip(shape.reads_outputs, outputs, strict=True)}
+    return [gradient for gradient in graph.backward(gradients, now) if gradient is not None]
 
 
 def _fake_forward(number: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -396,27 +411,27 @@ def _fake_backward(
 ) -> list[torch.Tensor]:
     shape = _recipes[number].shape
     assert shape is not None
-    return [_empty(one) for one in shape.gradients if one is not None]
+    return [_empty(layout) for layout in shape.gradients if layout is not None]
 
 
 def _shape_of(recipe: "Recipe", like: Sequence[torch.Tensor]) -> "_Shape":
     """Run a recipe on examples, and return its findings."""
-    with random_forked(one.device for one in like):
+    with random_forked(tensor.device for tensor in like):
         inputs = recipe.examples(like)
         *outputs, ticket = run_forward(recipe.number, inputs)
         graph: _Graph = _ticket.thing_of(ticket)
         recipe.shape = _Shape(
-            outputs=[_Layout.of(one) for one in outputs],
+            outputs=[_Layout.of(output) for output in outputs],
             gradients=[],
             saved_bytes=graph.held_bytes,
             reads_inputs=graph.saved.read("input"),
             reads_outputs=graph.saved.read("output"),
         )
-        ends = [torch.ones_like(one) for one in outputs if one.is_floating_point()]
-        now = {("input", at): inputs[at] for at in recipe.shape.reads_inputs}
-        now |= {("output", at): outputs[at] for at in recipe.shape.reads_outputs}
+        ends = [torch.ones_like(output) for output in outputs if output.is_floating_point()]
+        now = {("input", index): inputs[index] for index in recipe.shape.reads_inputs}
+        now |= {("output", index): outputs[index] for index in recipe.shape.reads_outputs}
         gradients = graph.backward(ends, now)
-    recipe.shape.gradients = [None if one is None else _Layout.of(one) for one in gradients]
+    recipe.shape.gradients = [None if gradient is None else _Layout.of(gradient) for gradient in gradients]
     return recipe.shape
 
 
@@ -430,7 +445,7 @@ def runnable(call: fx.Node) -> Callable[[], Any] | None:
     """Return a whole operator on examples, to be measured; ``None`` for any other operator."""
     if call.target in FORWARD:
         number, like = cast("tuple[int, list[fx.Node]]", call.args)
-        inputs = _recipes[number].examples([one.meta["val"] for one in like])
+        inputs = _recipes[number].examples([node.meta["val"] for node in like])
         return functools.partial(run_forward, number, inputs)
     if call.target is not BACKWARD:
         return None
@@ -441,14 +456,14 @@ def runnable(call: fx.Node) -> Callable[[], Any] | None:
     *results, ticket = own()
     shape = _recipes[number].shape
     assert shape is not None
-    ends = [torch.ones_like(one) for one in results if one.is_floating_point()]
+    ends = [torch.ones_like(result) for result in results if result.is_floating_point()]
     return functools.partial(
         run_backward,
         number,
         ticket,
         ends,
-        [own.args[1][at] for at in shape.reads_inputs],
-        [results[at] for at in shape.reads_outputs],
+        [own.args[1][index] for index in shape.reads_inputs],
+        [results[index] for index in shape.reads_outputs],
     )
 
 
@@ -470,11 +485,11 @@ def _empty(layout: _Layout) -> torch.Tensor:
 
 
 def _example(like: torch.Tensor) -> torch.Tensor:
-    made = torch.empty_strided(tuple(like.shape), like.stride(), dtype=like.dtype, device=like.device)
-    return made.uniform_(-0.1, 0.1) if made.is_floating_point() else made.fill_(1)
+    tensor = torch.empty_strided(tuple(like.shape), like.stride(), dtype=like.dtype, device=like.device)
+    return tensor.uniform_(-0.1, 0.1) if tensor.is_floating_point() else tensor.fill_(1)
 
 
-def _hidden_at(kind: _Kind, arguments: Sequence[Any]) -> int | None:
+def _hidden_at(kind: _WholeKind, arguments: Sequence[Any]) -> int | None:
     """Return the index of the hidden states, for an RNN that may run layer by layer; else ``None``."""
     if kind.data_at is None:
         return None
@@ -491,8 +506,8 @@ def _fill_rnn(data: torch.Tensor, *arguments: Any) -> None:
         rows, steps = data.shape[0], batch_sizes.shape[0]
         hidden = arguments[1][0] if isinstance(arguments[1], tuple | list) else arguments[1]
         widest = hidden.shape[1]
-        for at in range(steps):  # as many as possible first: never rising, at least one each
-            batch_sizes[at] = taken = min(widest, rows - (steps - at - 1))
+        for step in range(steps):  # as many as possible first: never rising, at least one each
+            batch_sizes[step] = taken = min(widest, rows - (steps - step - 1))
             rows -= taken
 
 
@@ -515,8 +530,8 @@ def _fill_ctc(log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: Any
 
 def _drops(node: fx.Node) -> bool:
     """Whether an RNN uses dropout between its layers, and so draws random numbers."""
-    arguments = [one for one in node.args if isinstance(one, float)]
-    return any(one > 0 for one in arguments)
+    arguments = [argument for argument in node.args if isinstance(argument, float)]
+    return any(number > 0 for number in arguments)
 
 
 def _nothing(_: fx.Node) -> bool:
@@ -530,16 +545,19 @@ def _as_it_is(*_: Any) -> None:
 _METHODS: dict[str, Callable[..., Any]] = {"prod": torch.prod, "cumprod": torch.cumprod}
 """Functions that are also methods of tensors."""
 
-_KINDS: dict[Any, _Kind] = {
-    **{function: _Kind(_drops, _fill_rnn, 0) for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
-    _packed.PACKED_RNN: _Kind(_drops, _fill_packed_rnn, 1),
-    **{function: _Kind(_nothing, _as_it_is) for function in _METHODS.values()},
-    torch.ctc_loss: _Kind(_nothing, _fill_ctc),
-    torch.nn.functional.ctc_loss: _Kind(_nothing, _fill_ctc),
+_KINDS: dict[Any, _WholeKind] = {
+    **{
+        function: _WholeKind(_drops, _fill_rnn, 0)
+        for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+    },
+    _rnn.PACKED_RNN: _WholeKind(_drops, _fill_packed_rnn, 1),
+    **{function: _WholeKind(_nothing, _as_it_is) for function in _METHODS.values()},
+    torch.ctc_loss: _WholeKind(_nothing, _fill_ctc),
+    torch.nn.functional.ctc_loss: _WholeKind(_nothing, _fill_ctc),
 }
 
 
-def _kind_of(node: fx.Node) -> _Kind | None:
+def _kind_of(node: fx.Node) -> _WholeKind | None:
     if node.op == "call_method" and node.target in _METHODS:
         return _KINDS[_METHODS[str(node.target)]]
     return _KINDS.get(node.target) if node.op == "call_function" else None

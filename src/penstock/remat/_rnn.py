@@ -1,9 +1,14 @@
-"""RNNs over packed sequences, in a form that Dynamo can trace.
+"""RNNs, in a form that can be captured: over packed sequences, and one layer at a time.
 
 The number of sequences of a packed batch is the first of its ``batch_sizes``, a value in a tensor. PyTorch's modules
 read it where Dynamo must give up the whole module. Here it is taken from the order of the sequences, if that is known.
 Otherwise it is read in a place after which a graph can begin. The RNN is one operator, whose result's shape needs no
 values.
+
+RNNs of several layers run one layer at a time, so that each layer can be dropped and recomputed by itself. On a CPU
+PyTorch runs the layers one after the other, with dropout between them, and each by its function for one layer. If the
+layers are separated, results are bit-identical. cuDNN runs all layers as one, with random numbers of its own; there an
+RNN stays one operator.
 """
 
 import functools
@@ -31,8 +36,8 @@ def packed_rnn(
     """Return the output and the last hidden states by PyTorch's function; for fake tensors, their shapes."""
     if is_fake(data):
         return _shapes(data, hidden, *others)
-    given: Any = tuple(hidden) if mode == "LSTM" else hidden[0]
-    return list(_FUNCTIONS[mode](data, batch_sizes, given, *others))  # type: ignore[operator]
+    states: Any = tuple(hidden) if mode == "LSTM" else hidden[0]
+    return list(_FUNCTIONS[mode](data, batch_sizes, states, *others))  # type: ignore[operator]
 
 
 def _shapes(
@@ -40,9 +45,9 @@ def _shapes(
 ) -> list[torch.Tensor]:
     num_directions = 2 if others[-1] else 1
     output = data.new_empty(data.shape[0], num_directions * hidden[0].shape[2])
-    made = [output, *(torch.empty_like(one) for one in hidden)]
-    needs = torch.is_grad_enabled() and any(one.requires_grad for one in (data, *hidden, *weights))
-    return [one.requires_grad_(needs) for one in made]
+    results = [output, *(torch.empty_like(states) for states in hidden)]
+    needs = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (data, *hidden, *weights))
+    return [tensor.requires_grad_(needs) for tensor in results]
 
 
 _library.impl("packed_rnn", packed_rnn, "CompositeImplicitAutograd")
@@ -55,7 +60,7 @@ def forwards(outside: Callable[..., Any]) -> dict[type[nn.Module], Callable[...,
 
 @functools.cache
 def _for_packed_too(original: Callable[..., Any], outside: Callable[..., Any]) -> Callable[..., Any]:
-    if getattr(original, "_takes_packed", False):
+    if getattr(original, "takes_packed", False):
         return original
     read = outside(_num_sequences)
 
@@ -63,10 +68,11 @@ def _for_packed_too(original: Callable[..., Any], outside: Callable[..., Any]) -
     def forward(self: nn.RNNBase, input: Any, hx: Any = None) -> Any:  # noqa: A002  # callers may name it
         if not isinstance(input, PackedSequence):
             return original(self, input, hx)
+        # Without an order, the number of sequences has to be read, which ends a graph. With one, its shape tells it.
         order = input.sorted_indices
         return _packed(self, input, hx, read(input.batch_sizes) if order is None else order.shape[0])
 
-    forward._takes_packed = True  # type: ignore[attr-defined]
+    forward.takes_packed = True  # type: ignore[attr-defined]
     return forward
 
 
@@ -85,10 +91,10 @@ def _packed(module: nn.RNNBase, packed: PackedSequence, hx: Any, num_sequences: 
         hidden = [torch.zeros(*shape, dtype=data.dtype, device=data.device) for shape in shapes]
     else:
         hidden = list(hx) if is_lstm else [hx]
-        for one, shape in zip(hidden, shapes, strict=True):
-            module.check_hidden_size(one, shape)
-        hidden = [one if order is None else one.index_select(1, order) for one in hidden]
-    weights = [one for layer in module.all_weights for one in layer]
+        for states, shape in zip(hidden, shapes, strict=True):
+            module.check_hidden_size(states, shape)
+        hidden = [states if order is None else states.index_select(1, order) for states in hidden]
+    weights = [weight for layer in module.all_weights for weight in layer]
     output, *last = PACKED_RNN(
         module.mode,
         data,
@@ -101,5 +107,34 @@ def _packed(module: nn.RNNBase, packed: PackedSequence, hx: Any, num_sequences: 
         module.training,
         module.bidirectional,
     )
-    last = [one if back is None else one.index_select(1, back) for one in last]
+    last = [states if back is None else states.index_select(1, back) for states in last]
     return PackedSequence(output, batch_sizes, order, back), tuple(last) if is_lstm else last[0]
+
+
+def layer_by_layer(
+    run: Callable[..., Any], hidden_at: int, data_at: int, arguments: Sequence[Any]
+) -> tuple[torch.Tensor, ...]:
+    """Return the output and the last hidden states of all layers.
+
+    ``run`` takes ``arguments`` and runs the RNN that they describe. They contain, in PyTorch's order: data of any
+    layout at ``data_at``, the hidden states at ``hidden_at``, and after them the weights, whether there are biases, the
+    number of layers, the probability of dropout, whether to train, whether to run both directions, and others.
+    """
+    before, after = list(arguments[:hidden_at]), arguments[hidden_at + 6 :]
+    hidden, weights, has_bias, num_layers, dropout, trains, *_ = arguments[hidden_at:]
+    states, num_weights = _split(hidden, num_layers), len(weights) // num_layers
+    last = []
+    for layer in range(num_layers):
+        if layer and dropout > 0 and trains:
+            before[data_at] = torch.dropout(before[data_at], dropout, train=True)
+        own = weights[layer * num_weights : (layer + 1) * num_weights]
+        before[data_at], *hidden_after = run(*before, states[layer], own, has_bias, 1, 0.0, trains, *after)
+        last.append(hidden_after)
+    return before[data_at], *(torch.cat(layers) for layers in zip(*last, strict=True))
+
+
+def _split(hidden: Any, num_layers: int) -> list[Any]:
+    """Return each layer's initial states, in the form that the function takes."""
+    if isinstance(hidden, torch.Tensor):
+        return list(hidden.chunk(num_layers))
+    return [type(hidden)(layer) for layer in zip(*(states.chunk(num_layers) for states in hidden), strict=True)]
