@@ -16,6 +16,7 @@ from penstock.cli._answer import Answer, as_json
 from penstock.cli._bench_names import STEP, Benchmark, benchmarks
 from penstock.cli._fault import Misuse
 from penstock.cli._progress import Steps
+from penstock.cli._tables import print_table
 from penstock.errors import PenstockError
 
 _NUM_LAST_LINES = 3
@@ -29,7 +30,7 @@ def listed() -> Answer:
         table = Table("benchmark", "what it measures")
         for one in found:
             table.add_row(one.name, one.what)
-        console.print(table)
+        print_table(table, console)
         if len(found) == 1:
             console.print(_where_are_others(), highlight=False)
 
@@ -112,6 +113,6 @@ def _show(documents: Mapping[str, Mapping[str, Any]], out: Path | None, console:
                     row["unit"],
                     "" if ratio is None else f"{ratio:.3f}",
                 )
-            console.print(table)
+            print_table(table, console)
         if out is not None:
             console.print(f"wrote {out / f'{name}.json'}", highlight=False, markup=False, soft_wrap=True)

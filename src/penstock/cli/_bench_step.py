@@ -12,11 +12,12 @@ from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
 from penstock import probe, remat
 from penstock.cli._fault import Misuse
 from penstock.cli._progress import Steps
+from penstock.cli._tables import print_table
 from penstock.cli._trainer import METHODS, NUM_HEADS, Batch, Size, Trainer
 from penstock.devices import kinds
 from penstock.errors import PenstockError
@@ -53,19 +54,19 @@ def measure(quick: bool, device: str, disk: Path, given: Mapping[str, int], step
 def show(document: Mapping[str, Any], console: Console) -> None:
     """Print the table."""
     found = {(row["name"], row["metric"]): row for row in document["rows"]}
-    table = Table(Column("method", no_wrap=True), "step", "95%", "activation peak", "moved out", "losses equal")
+    table = Table("method", "step time", "95% interval", "activation peak", "moved out", "losses equal")
     for name in METHODS:
         step, low, high = (found[name, metric]["value"] for metric in ("step time ratio", _LOW, _HIGH))
         peak, moved = found[name, "activation peak"], found.get((name, "moved out a step"))
         table.add_row(
             name,
-            f"{step:.3f}",
-            "" if name == PLAIN else f"{low:.3f} to {high:.3f}",
+            f"{step:.2f}",
+            "" if name == PLAIN else f"{low:.2f} to {high:.2f}",
             f"{format_bytes(peak['value'])}, {peak['ratio']:.0%}",
             "" if moved is None else format_bytes(moved["value"]),
             "" if name == PLAIN else f"{found[name, _EQUAL]['value']} of {document['configuration']['rounds']}",
         )
-    console.print(table)
+    print_table(table, console)
     given = document["configuration"]
     console.print(
         f"{given['num_layers']} layers of width {given['width']}, {given['batch']} x {given['length']} tokens on "

@@ -16,6 +16,7 @@ from penstock.cli import _demo_whole
 from penstock.cli._answer import Answer, as_json
 from penstock.cli._demo_process import Child, child
 from penstock.cli._progress import Steps
+from penstock.cli._tables import print_table
 from penstock.errors import InternalError, PenstockError
 from penstock.probe import machine
 from penstock.report import memory_timeline, write_html
@@ -178,7 +179,7 @@ def _report(outcome: _Outcome, out: Path, disk: Path, console: Console) -> Answe
             format_bytes(_moved_bytes(method)),
             f"{outcome.largest_loss_difference(name):g}",
         )
-    console.print(table)
+    print_table(table, console)
     first, final = (float.fromhex(outcome.plain_steps[at]["loss"]) for at in (0, -1))
     console.print(
         f"Step times are medians of ratios to plain's. The fastest under the cap: {_CAPPED[outcome.best]}. The loss "

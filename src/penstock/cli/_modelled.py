@@ -12,6 +12,7 @@ from penstock import offload, remat
 from penstock.cli._advise import Subject
 from penstock.cli._answer import Answer, ExitCode
 from penstock.cli._progress import Steps
+from penstock.cli._tables import print_table
 from penstock.errors import BudgetError
 from penstock.machines import Machine
 from penstock.tiers import Budget
@@ -125,11 +126,11 @@ def _called(model: torch.nn.Module, batch: Any) -> Any:
 
 
 def _show(console: Console, options: list[ModelledOption], step_s: float, budget: int, machine: Machine) -> None:
-    table = Table("way", "peak", "time of plain", "")
+    table = Table("option", "peak", "step time (plain = 1)", "why it is refused")
     for one in options:
         peak = "" if one.peak_bytes is None else format_bytes(one.peak_bytes)
         table.add_row(one.name, peak, "" if one.ratio is None else f"{one.ratio:.2f}", one.reason)
-    console.print(table)
+    print_table(table, console)
     console.print(
         f"By the data sheet of {machine.title}, for a budget of {format_bytes(budget)}; nothing was measured. The "
         f"plain step would take {format_duration(step_s)}, at {machine.matmul_share:.0%} of the peak rate of matrix "

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 from torch import optim
 
 from penstock import remat
 from penstock.cli._answer import Answer, ExitCode
 from penstock.cli._progress import Steps
+from penstock.cli._tables import print_table
 from penstock.cli._target import called, function_of, shown_kind
 from penstock.errors import PenstockError
 from penstock.machines import Machine
@@ -98,10 +99,8 @@ def make(target: str, budgets: list[int], options: Mapping[str, Any], steps: Ste
 
 
 def show(found: PlanTable, console: Console) -> None:
-    """Print the table."""
-    table = Table(
-        Column("budget", no_wrap=True), Column("peak", no_wrap=True), "extra time", "share", "swapped", "again", "batch"
-    )
+    """Print the table, and what it tried."""
+    table = Table("budget", "peak", "extra time", "slower by", "swapped", "recomputed", "largest batch")
     for budget, plan in zip(found.budgets_bytes, found.plans, strict=True):
         batch = str(found.max_batches.get(budget, ""))
         if plan is None:
@@ -119,7 +118,8 @@ def show(found: PlanTable, console: Console) -> None:
             str(num_again),
             batch,
         )
-    console.print(table)
+    print_table(table, console)
+    console.print(_what_was_tried(found), highlight=False)
     console.print(
         f"The smallest budget that works is {found.smallest_bytes} bytes ({format_bytes(found.smallest_bytes)})."
     )
@@ -128,6 +128,22 @@ def show(found: PlanTable, console: Console) -> None:
             f"By the data sheet of {found.machine.title}; nothing was measured, and operators take no workspaces.",
             highlight=False,
         )
+
+
+def _what_was_tried(found: PlanTable) -> str:
+    """Return what the lines and columns of the table mean."""
+    keep_all = format_bytes(remat.plan(found.problem, 2**62).keep_all_peak_bytes)
+    yours = ", the smallest budget that works, and yours" if found.asked_bytes else ", and the smallest that works"
+    swaps, recomputes = found.method != "recompute", found.method != "swap"
+    if swaps and not found.problem.out_bandwidth_bytes_per_s:
+        techniques = "recompute; to swap as well, give --disk or --host" if recomputes else "nothing without --disk"
+    else:
+        techniques = {"hybrid": "recompute and swap", "recompute": "recompute", "swap": "swap"}[found.method]
+    return (
+        f"Tried: {_SHARES[-1]:.0%} to 100% of the {keep_all} that the step takes without a plan{yours}. Plans may "
+        f"{techniques}. Extra time: what a plan adds to the step, predicted. Swapped: bytes that leave the device and "
+        "come back. Recomputed: operators that run again."
+    )
 
 
 def write(found: PlanTable, out: Path) -> list[Path]:

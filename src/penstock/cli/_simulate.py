@@ -7,12 +7,13 @@ from typing import Annotated, Any, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
 from penstock import fleet
 from penstock.cli._answer import Answer
 from penstock.cli._document import Strict, read, to_bytes
 from penstock.cli._progress import Steps
+from penstock.cli._tables import print_table
 from penstock.report import gantt
 from penstock.units import format_bytes, format_duration
 
@@ -127,9 +128,7 @@ class Comparison:
 
     def table(self) -> Table:
         """Return the comparison as a table for ``rich``."""
-        table = Table(
-            Column("scheduler", no_wrap=True), "ends after", "over the bound", "devices compute", "stall", "copied in"
-        )
+        table = Table("scheduler", "ends after", "over the bound", "devices compute", "stall", "copied in")
         for name, one in self.schedules.items():
             total_s = max(one.makespan_s * len(one.devices), 1e-12)
             table.add_row(
@@ -209,7 +208,7 @@ def compare(path: Path, recorded: fleet.SchedulerName | None, steps: Steps) -> C
 
 def show(found: Comparison, console: Console) -> None:
     """Print the table."""
-    console.print(found.table())
+    print_table(found.table(), console)
     units = sum(job.num_units for job in found.problem.jobs)
     console.print(f"{len(found.problem.jobs)} jobs of {units} units in all, {len(found.problem.devices)} devices.")
 
