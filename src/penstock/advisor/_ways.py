@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock import offload, remat
-from penstock.advisor._task import Task
+from penstock.advisor._workload import Workload
 from penstock.errors import BudgetError, OffloadDeclinedWarning, PenstockError, PenstockWarning
 from penstock.tiers import Budget
 from penstock.units import format_bytes
@@ -76,22 +76,22 @@ class Limits:
         return self.budget.alone(device=device, host=self.budget.host_bytes)
 
 
-def ways_for(task: Task, limits: Limits, planned: remat.Planned | None) -> list[Way]:
+def ways_for(workload: Workload, limits: Limits, planned: remat.Planned | None) -> list[Way]:
     """Return the options that may be tried; ``planned`` is the profile, if the step is one graph."""
     budget = limits.budget
-    blocks = blocks_of(task.model)
-    ways = [_plain(task)]
+    blocks = blocks_of(workload.model)
+    ways = [_plain(workload)]
     if blocks:
-        ways.append(_checkpoint(task, blocks))
-    has_tiers = budget.leads_below(task.device)
+        ways.append(_checkpoint(workload, blocks))
+    has_tiers = budget.leads_below(workload.device)
     if has_tiers:
-        ways.append(_offload(task, limits, []))
+        ways.append(_offload(workload, limits, []))
         if blocks:
-            ways.append(_offload(task, limits, blocks))
+            ways.append(_offload(workload, limits, blocks))
     if planned is not None:
-        ways.append(_remat(task, limits, planned, "recompute"))
+        ways.append(_remat(workload, limits, planned, "recompute"))
         if has_tiers:
-            ways.append(_remat(task, limits, planned, "hybrid"))
+            ways.append(_remat(workload, limits, planned, "hybrid"))
     return ways
 
 
@@ -171,35 +171,35 @@ def _kind(owner: nn.Module) -> str:
     return "activation_checkpointing" if is_new else "gradient_checkpointing"
 
 
-def _plain(task: Task) -> Way:
-    code = f"{task.preparation}for batch in batches:\n    {task.expression}.backward()\n{_UPDATE}"
-    return Way(name="plain", rooms=(), begin=lambda _: Running(task.step), code=code)
+def _plain(workload: Workload) -> Way:
+    code = f"{workload.preparation}for batch in batches:\n    {workload.expression}.backward()\n{_UPDATE}"
+    return Way(name="plain", rooms=(), begin=lambda _: Running(workload.step), code=code)
 
 
-def _checkpoint(task: Task, blocks: Sequence[str]) -> Way:
+def _checkpoint(workload: Workload, blocks: Sequence[str]) -> Way:
     def begin(_: int) -> Running:
         def step() -> None:
-            with checkpointed(task.model, blocks):
-                task.step()
+            with checkpointed(workload.model, blocks):
+                workload.step()
 
         return Running(step)
 
-    loop = f"for batch in batches:\n    {task.expression}.backward()\n{_UPDATE}"
-    code = f"{_checkpoint_code(task.model, blocks)}{task.preparation}{loop}"
+    loop = f"for batch in batches:\n    {workload.expression}.backward()\n{_UPDATE}"
+    code = f"{_checkpoint_code(workload.model, blocks)}{workload.preparation}{loop}"
     return Way(name="checkpoint", rooms=(), begin=begin, code=code)
 
 
-def _offload(task: Task, limits: Limits, blocks: Sequence[str]) -> Way:
+def _offload(workload: Workload, limits: Limits, blocks: Sequence[str]) -> Way:
     def begin(extra_bytes: int) -> Running:
         account = limits.alone(extra_bytes)  # the offloader measures, so it gets the extra bytes
-        offloader = offload.activations(task.model, budget=account, checkpoint_inputs_only=bool(blocks))
+        offloader = offload.activations(workload.model, budget=account, checkpoint_inputs_only=bool(blocks))
 
         def step() -> None:
             with contextlib.ExitStack() as stack:
                 if blocks:
-                    stack.enter_context(checkpointed(task.model, blocks))
+                    stack.enter_context(checkpointed(workload.model, blocks))
                 stack.enter_context(offloader)
-                task.step()
+                workload.step()
             if offloader.statistics().declined:
                 raise PenstockError(offloader.statistics().declined)
 
@@ -207,31 +207,32 @@ def _offload(task: Task, limits: Limits, blocks: Sequence[str]) -> Way:
 
     inputs_only = ", checkpoint_inputs_only=True" if blocks else ""
     code = (
-        f"import penstock\n\n{_checkpoint_code(task.model, blocks) if blocks else ''}"
+        f"import penstock\n\n{_checkpoint_code(workload.model, blocks) if blocks else ''}"
         f"offloader = penstock.offload.activations(model, budget={limits.spelled}{inputs_only})\n"
-        f"{task.preparation}for batch in batches:\n    with offloader:\n        {task.expression}.backward()\n{_UPDATE}"
+        f"{workload.preparation}for batch in batches:\n"
+        f"    with offloader:\n        {workload.expression}.backward()\n{_UPDATE}"
     )
     name = "checkpoint + offload" if blocks else "offload"
     return Way(name=name, rooms=("offload",), begin=begin, code=code, num_warm=4)
 
 
-def _remat(task: Task, limits: Limits, planned: remat.Planned, method: remat.Method) -> Way:
+def _remat(workload: Workload, limits: Limits, planned: remat.Planned, method: remat.Method) -> Way:
     def begin(_: int) -> Running:
         step = remat.optimize(
-            task.loss_of, [task.batch], limits.alone(), optimizer=task.optimizer, reserve=limits.reserve_bytes,
-            method=method, profile=planned.problem,
+            workload.loss_of, [workload.batch], limits.alone(), optimizer=workload.optimizer,
+            reserve=limits.reserve_bytes, method=method, profile=planned.problem,
         )  # fmt: skip
-        return Running(lambda: step(task.batch).backward(), step.close)
+        return Running(lambda: step(workload.batch).backward(), step.close)
 
     method_code = ', method="recompute"' if method == "recompute" else ""
-    optimizer = ", optimizer=optimizer" if task.optimizer is not None else ""
+    optimizer = ", optimizer=optimizer" if workload.optimizer is not None else ""
     reserve = f", reserve={limits.unaccounted_bytes}" if limits.unaccounted_bytes else ""
     code = (
-        f"import penstock\n\n{task.preparation}"
+        f"import penstock\n\n{workload.preparation}"
         "step = None\n"
         "for batch in batches:\n"
         "    step = step or penstock.remat.optimize(\n"
-        f"        lambda batch: {task.expression}, [batch], {limits.spelled}{optimizer}{reserve}{method_code}\n"
+        f"        lambda batch: {workload.expression}, [batch], {limits.spelled}{optimizer}{reserve}{method_code}\n"
         "    )\n"
         f"    step(batch).backward()\n{_UPDATE}"
     )

@@ -38,7 +38,7 @@ class Scheduler(StrEnum):
     RANDOM = "random"
 
 
-class Device(StrEnum):
+class DeviceChoice(StrEnum):
     """Values of ``--device`` of a benchmark."""
 
     CPU = "cpu"

@@ -71,7 +71,7 @@ def command(app: typer.Typer, *, trains: bool = False) -> Callable[[Callable[...
             name = f"penstock {_context.command_path.partition(' ')[2]}"
             if trains:
                 tell_what_is_slower(_note)
-            call = _Run(name, wants_json=as_json, is_debugged=debug or bool(_context.meta.get(DEBUG)))
+            call = _CommandRun(name, wants_json=as_json, is_debugged=debug or bool(_context.meta.get(DEBUG)))
             call(function, given, uses)
 
         added = {"_context": typer.Context, "as_json": _Json, "debug": _Debug}
@@ -139,7 +139,7 @@ def _descriptor_redirected() -> Iterator[None]:
         os.close(kept)
 
 
-class _Run:
+class _CommandRun:
     """One call of a command."""
 
     def __init__(self, name: str, *, wants_json: bool, is_debugged: bool):

@@ -1,5 +1,7 @@
 """The demo: the same training in child processes, by four methods, under a memory cap that the kernel enforces."""
 
+import json
+import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,7 +20,7 @@ from penstock.cli._demo_process import Child, child
 from penstock.cli._progress import Steps
 from penstock.cli._tables import print_table
 from penstock.errors import InternalError, PenstockError
-from penstock.probe import machine
+from penstock.probe import machine, provenance
 from penstock.report import memory_timeline, write_html
 from penstock.tiers import ssd_life_s
 from penstock.units import format_bytes, format_duration
@@ -35,8 +37,6 @@ _CAPPED = {
     "remat": "Penstock: remat plan",
 }
 """Methods that run under the cap, with their labels in the table."""
-_RUNS = ("offloader", "optimizedstep")
-"""Folders in ``runs``, named after the class that trained."""
 
 
 @dataclass(slots=True)
@@ -52,6 +52,8 @@ class _Method:
 class _Outcome:
     """All measurements of the demo, for ``summary.json``."""
 
+    command: str
+    """The command line that repeats the demo."""
     plain: dict[str, Any] = field(default_factory=dict)
     plain_steps: list[dict[str, Any]] = field(default_factory=list)
     failure: str = ""
@@ -92,7 +94,8 @@ def run(
     size = ("--layers", str(num_layers), "--batch", str(batch))
     console = console or Console(quiet=not steps.is_wanted)
     out.mkdir(parents=True, exist_ok=True)
-    outcome = _Outcome()
+    command = ["penstock", "demo", "--out", str(out), "--disk", str(disk), "--steps", str(num_steps)]
+    outcome = _Outcome(command=shlex.join(command))
     with ExitStack() as stack:
         plain = stack.enter_context(child(*size))
         hello = plain.hello
@@ -155,9 +158,10 @@ def _report(outcome: _Outcome, out: Path, disk: Path, console: Console) -> Answe
     timelines = {"plain, no cap": outcome.plain["timeline"]}
     timelines |= {label: outcome.methods[name].peak["timeline"] for name, label in _CAPPED.items()}
     summary.write_text(as_json(found))
-    files = [summary, out / "trace.json"]
-    if runs := [run for name in _RUNS if (run := out / "runs" / name / "report.json").is_file()]:
-        files.append(write_html(out / "report.html", *(one.parent for one in runs), title="penstock demo")[0])
+    memory = out / "memory.json"
+    memory.write_text(json.dumps(timelines))
+    files = [summary, memory, out / "trace.json"]
+    files.append(write_html(out / "report.html", out, title="penstock demo")[0])
     if find_spec("matplotlib") is not None:  # an extra
         memory_timeline(
             picture,
@@ -210,6 +214,8 @@ def _summary(outcome: _Outcome, disk: Path) -> dict[str, Any]:
     capacity_bytes = machine(disk).places[-1].capacity_bytes
     step_s = median(step["step_s"] for step in offloaded.steps)
     return {
+        "command": outcome.command,
+        "machine": provenance("cpu"),
         "cap_bytes": outcome.cap_bytes,
         "budget_bytes": outcome.budget_bytes,
         "plain_failure": outcome.failure,
@@ -217,6 +223,7 @@ def _summary(outcome: _Outcome, disk: Path) -> dict[str, Any]:
         "losses": [float.fromhex(step["loss"]) for step in outcome.plain_steps],
         "methods": {
             name: {
+                "label": _CAPPED[name],
                 **_without_timeline(method.peak),
                 **method.last,
                 "activation_share": method.peak["activation_bytes"] / outcome.plain["activation_bytes"],

@@ -42,8 +42,8 @@ def run(disk: Path, num_steps: int, steps: Steps, console: Console, num_layers: 
         failures = {}
         for method, label in _MAY_FAIL.items():
             with child(*limits, "--method", method) as capped:
-                failures[method] = str(capped.ask("step", may_fail=True).get("error", ""))
-            outcome = f"[red]fails[/]\n  [dim]{escape(failures[method])}[/]" if failures[method] else "[green]trains[/]"
+                failures[label] = str(capped.ask("step", may_fail=True).get("error", ""))
+            outcome = f"[red]fails[/]\n  [dim]{escape(failures[label])}[/]" if failures[label] else "[green]trains[/]"
             console.print(f"{label} under the cap: {outcome}", highlight=False)
         budget = ("--budget", str(int(_BUDGET_SHARE * cap_bytes)), "--disk", str(disk), "--method", "training")
         trained = stack.enter_context(child(*limits, *budget))

@@ -73,7 +73,7 @@ class JobSettings(Strict):
     """Shards, in the order of forward."""
 
 
-class DeviceSettings(Strict):
+class SimulatedDevice(Strict):
     """A `penstock.fleet.DeviceCost`, or several identical ones."""
 
     name: str
@@ -95,7 +95,7 @@ class ProblemSettings(Strict):
 
     jobs: list[JobSettings] = Field(min_length=1)
     """Jobs, in the order in which they are submitted."""
-    devices: list[DeviceSettings] = Field(min_length=1)
+    devices: list[SimulatedDevice] = Field(min_length=1)
     """Devices that the jobs share."""
 
     @model_validator(mode="after")
@@ -219,7 +219,7 @@ def _jobs_of(given: JobSettings) -> list[fleet.JobCost]:
     return [fleet.JobCost(name=name, shards=tuple(shards), **fields) for name in _names(given.name, given.copies, " ")]
 
 
-def _devices_of(given: DeviceSettings) -> list[fleet.DeviceCost]:
+def _devices_of(given: SimulatedDevice) -> list[fleet.DeviceCost]:
     fields = {key: value for key, value in given.model_dump(exclude={"copies", "name"}).items() if value is not None}
     return [fleet.DeviceCost(name=name, **fields) for name in _names(given.name, given.copies, ":")]
 

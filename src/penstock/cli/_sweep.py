@@ -135,7 +135,7 @@ class GridSweep(Sweep):
         ]
 
 
-class Drawn(Strict):
+class Distribution(Strict):
     """The distribution of a parameter: ``{low: 1e-5, high: 1e-3, log: true}`` or ``{choices: [4, 8]}``."""
 
     low: float | None = Field(default=None, allow_inf_nan=False)
@@ -179,7 +179,7 @@ class RandomSweep(Sweep):
 
     search: Literal["random"]
     """The kind of sweep."""
-    parameters: dict[str, Drawn] = Field(min_length=1)
+    parameters: dict[str, Distribution] = Field(min_length=1)
     """The distribution of each parameter."""
     num_jobs: int = Field(ge=1, le=_MOST_JOBS)
     """Number of jobs."""

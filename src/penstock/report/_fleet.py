@@ -15,7 +15,7 @@ _MOST = 1e15
 """Larger numbers are damaged: their line is left out."""
 
 
-class Unit(NamedTuple):
+class UnitLine(NamedTuple):
     """A line of ``units.jsonl``, with fields of ``fleet.UnitRecord``."""
 
     job: str
@@ -54,11 +54,11 @@ def draw_fleet(run_dir: str | Path, folder: str | Path | None = None, *, last_s:
     return files
 
 
-def read_units(run_dir: Path) -> list[Unit]:
+def read_units(run_dir: Path) -> list[UnitLine]:
     """Return all units that ran, in the order in which they were recorded."""
     lines = ({"recompute_s": 0.0, **one} for one in _lines(run_dir / "units.jsonl"))
     found = [one for one in lines if _is_unit(one)]
-    return [Unit(**{name: one[name] for name in Unit._fields}) for one in found]
+    return [UnitLine(**{name: one[name] for name in UnitLine._fields}) for one in found]
 
 
 def read_losses(run_dir: Path) -> dict[str, list[float]]:
@@ -69,7 +69,7 @@ def read_losses(run_dir: Path) -> dict[str, list[float]]:
     }
 
 
-def events_of(units: Iterable[Unit]) -> Iterator[Event]:
+def events_of(units: Iterable[UnitLine]) -> Iterator[Event]:
     """Yield units and their stalls as events of a trace."""
     for one in units:
         lane, computes_s = f"device {one.device}", one.start_s + one.stall_s
@@ -79,7 +79,7 @@ def events_of(units: Iterable[Unit]) -> Iterator[Event]:
         yield Event(lane=lane, kind=one.kind, label=what, size_bytes=0, start_s=computes_s, end_s=one.end_s)
 
 
-def _draw_units(path: Path, units: Sequence[Unit], last_s: float) -> None:
+def _draw_units(path: Path, units: Sequence[UnitLine], last_s: float) -> None:
     end_s = max(one.end_s for one in units)
     shown = [one for one in units if one.end_s > end_s - last_s]
     begin_s = min(one.start_s for one in shown)
@@ -105,6 +105,6 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:  # any: JSON
 def _is_unit(one: dict[str, Any]) -> bool:  # any: JSON
     """Whether a line has every field that pictures show; damaged lines are left out."""
     kinds = {"job": str, "kind": str, "shard": int, "device": int}
-    return all(isinstance(one.get(key), kinds.get(key, int | float)) for key in Unit._fields) and all(
-        abs(one[key]) < _MOST for key in Unit._fields if kinds.get(key) is not str
+    return all(isinstance(one.get(key), kinds.get(key, int | float)) for key in UnitLine._fields) and all(
+        abs(one[key]) < _MOST for key in UnitLine._fields if kinds.get(key) is not str
     )

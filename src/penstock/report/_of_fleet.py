@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.fleet import DeviceStatistics, FleetState, JobRow, Results
-from penstock.report._fleet import Unit, events_of, read_losses, read_units
+from penstock.report._fleet import UnitLine, events_of, read_losses, read_units
 from penstock.report._model import (
     MOST_GROUPS,
     MOST_ROWS,
+    BarGroup,
     Bars,
     Colour,
     Curves,
-    Group,
     Headline,
+    ReportTable,
     Section,
     Series,
-    Table,
     Wear,
     clipped,
     hue,
@@ -31,7 +31,7 @@ _CLOSE_S = 60.0
 """A run longer than three times this gets a second chart of its last seconds."""
 
 
-class _Job(NamedTuple):
+class _JobLine(NamedTuple):
     name: str
     state: str
     num_steps: int
@@ -61,7 +61,7 @@ def part_of_results(results: Results) -> Part:
     for one in results.values():
         last: Mapping[str, float] = one.validations[-1] if one.validations else {}
         jobs.append(
-            _Job(
+            _JobLine(
                 one.name,
                 one.state.value,
                 len(one.losses),
@@ -75,8 +75,8 @@ def part_of_results(results: Results) -> Part:
     return _part(jobs, losses, read_units(results.run_dir), results.devices, results.run_dir.name)
 
 
-def _job_of_row(row: JobRow) -> _Job:
-    return _Job(row.name, row.state, row.step, row.loss, _said(row.validation), row.seconds_per_step, row.error)
+def _job_of_row(row: JobRow) -> _JobLine:
+    return _JobLine(row.name, row.state, row.step, row.loss, _said(row.validation), row.seconds_per_step, row.error)
 
 
 def _said(validation: Mapping[str, float]) -> str:
@@ -84,9 +84,9 @@ def _said(validation: Mapping[str, float]) -> str:
 
 
 def _part(
-    jobs: Sequence[_Job],
+    jobs: Sequence[_JobLine],
     losses: dict[str, list[float]],
-    units: Sequence[Unit],
+    units: Sequence[UnitLine],
     devices: Sequence[DeviceStatistics],
     name: str,
     *,
@@ -110,7 +110,7 @@ def _part(
     return Part(section=section, events=tuple(events_of(units[-MOST_EVENTS:])))
 
 
-def _text(jobs: Sequence[_Job], units: Sequence[Unit]) -> str:
+def _text(jobs: Sequence[_JobLine], units: Sequence[UnitLine]) -> str:
     if not jobs and not units:
         return "There are no jobs yet, and no unit has run."
     counts: dict[str, int] = defaultdict(int)
@@ -119,19 +119,23 @@ def _text(jobs: Sequence[_Job], units: Sequence[Unit]) -> str:
     told = ", ".join(f"{count:,} {state}" for state, count in counts.items()) or "none known"
     if not units:
         return f"Jobs: {told}. No unit has run yet."
-    wall_s = max(one.end_s for one in units) - min(one.start_s for one in units)
-    stall_s = sum(one.stall_s for one in units)
-    num_devices = len({one.device for one in units})
-    again_s = sum(one.recompute_s for one in units)
+    wall_s = max(unit.end_s for unit in units) - min(unit.start_s for unit in units)
+    # shares of the time in units: a run that was resumed has a break in its wall time, in which no device worked
+    busy_s = sum(unit.end_s - unit.start_s for unit in units)
+    stall_s = sum(unit.stall_s for unit in units)
+    num_devices = len({unit.device for unit in units})
+    again_s = sum(unit.recompute_s for unit in units)
     return (
         f"Jobs: {told}. {len(units):,} unit{'s' * (len(units) != 1)} ran on {num_devices} "
-        f"device{'s' * (num_devices > 1)} within "
-        f"{format_duration(wall_s)}; devices waited {share(stall_s, num_devices * wall_s) or '0%'} of that for "
-        f"copies, and recomputed forward passes for {share(again_s, num_devices * wall_s) or '0%'}."
+        f"device{'s' * (num_devices > 1)} within {format_duration(wall_s)} and took {format_duration(busy_s)} in all, "
+        f"of which {share(stall_s, busy_s) or '0%'} were waits for copies and {share(again_s, busy_s) or '0%'} "
+        "recomputed forward passes."
     )
 
 
-def _headline(jobs: Sequence[_Job], units: Sequence[Unit], devices: Sequence[DeviceStatistics], name: str) -> Headline:
+def _headline(
+    jobs: Sequence[_JobLine], units: Sequence[UnitLine], devices: Sequence[DeviceStatistics], name: str
+) -> Headline:
     what = clipped(f"fleet {name}: {len(jobs):,} jobs", 80)
     busy_s = sum(one.end_s - one.start_s for one in units)
     stall_s = sum(one.stall_s for one in units)
@@ -154,7 +158,7 @@ def _headline(jobs: Sequence[_Job], units: Sequence[Unit], devices: Sequence[Dev
     )
 
 
-def _schedules(units: Sequence[Unit], colours: dict[str, Colour]) -> list[Bars]:
+def _schedules(units: Sequence[UnitLine], colours: dict[str, Colour]) -> list[Bars]:
     end_s = max(one.end_s for one in units)
     charts = [_schedule(units, colours, "Which job was on which device.")]
     if end_s - min(one.start_s for one in units) > 3 * _CLOSE_S:
@@ -163,13 +167,13 @@ def _schedules(units: Sequence[Unit], colours: dict[str, Colour]) -> list[Bars]:
     return charts
 
 
-def _schedule(units: Sequence[Unit], colours: dict[str, Colour], title: str) -> Bars:
+def _schedule(units: Sequence[UnitLine], colours: dict[str, Colour], title: str) -> Bars:
     begin_s = min(one.start_s for one in units)
     jobs = {name: at for at, name in enumerate(dict.fromkeys(one.job for one in units))}
-    groups = [Group(name=clipped(name), colour=colours[name]) for name in list(jobs)[: MOST_GROUPS - 2]]
+    groups = [BarGroup(name=clipped(name), colour=colours[name]) for name in list(jobs)[: MOST_GROUPS - 2]]
     others, stall = len(groups), len(groups) + 1
-    groups.append(Group(name="further jobs", colour="muted"))
-    groups.append(Group(name="waits for copies", colour="stall"))
+    groups.append(BarGroup(name="further jobs", colour="muted"))
+    groups.append(BarGroup(name="waits for copies", colour="stall"))
     rows: dict[int, list[tuple[float, float, int]]] = defaultdict(list)
     for one in units:
         computes_s = one.start_s + one.stall_s
@@ -210,7 +214,7 @@ def _losses(losses: dict[str, list[float]], colours: dict[str, Colour]) -> Curve
     )
 
 
-def _jobs(jobs: Iterable[_Job]) -> Table:
+def _jobs(jobs: Iterable[_JobLine]) -> ReportTable:
     return table(
         "Jobs",
         ("job", "state", "steps", "loss", "validation", "time per step", "error"),
@@ -230,42 +234,65 @@ def _jobs(jobs: Iterable[_Job]) -> Table:
     )
 
 
-def _devices(units: Sequence[Unit], devices: Sequence[DeviceStatistics]) -> Table:
-    if devices:
+class _DeviceLine(NamedTuple):
+    """Sums of a device's units, in all processes that ran the fleet."""
+
+    num_units: int = 0
+    compute_s: float = 0.0
+    recompute_s: float = 0.0
+    stall_s: float = 0.0
+
+    def plus(self, unit: UnitLine) -> "_DeviceLine":
+        """Return the sums with another unit."""
+        compute_s = unit.end_s - unit.start_s - unit.stall_s
+        return _DeviceLine(
+            self.num_units + 1,
+            self.compute_s + compute_s,
+            self.recompute_s + unit.recompute_s,
+            self.stall_s + unit.stall_s,
+        )
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the cells of the table."""
+        return (f"{self.num_units:,}", *map(format_duration, (self.compute_s, self.recompute_s, self.stall_s)))
+
+    @property
+    def useful_share(self) -> float:
+        """Share of the time in units that was neither a wait nor recomputation."""
+        busy_s = self.compute_s + self.stall_s
+        return (self.compute_s - self.recompute_s) / busy_s if busy_s else 1.0
+
+
+def _devices(units: Sequence[UnitLine], devices: Sequence[DeviceStatistics]) -> ReportTable:
+    sums: dict[int, _DeviceLine] = defaultdict(_DeviceLine)
+    for unit in units:
+        sums[unit.device] = sums[unit.device].plus(unit)
+    headings = ("device", "units", "computed", "of it recomputed", "waited")
+    if not devices:
         return table(
             "Devices",
-            ("device", "units", "computed", "of it recomputed", "waited", "useful", "peak", "budget"),
-            (
-                (
-                    f"{one.name} #{at}",
-                    f"{one.num_units:,}",
-                    format_duration(one.compute_s),
-                    format_duration(one.recompute_s),
-                    format_duration(one.stall_s),
-                    f"{one.useful_share:.1%}",
-                    format_bytes(one.peak_bytes),
-                    format_bytes(one.budget_bytes),
-                )
-                for at, one in enumerate(devices)
-            ),
-            note="Useful: the share of training in the time in which there was something to run.",
+            headings,
+            ((f"device {index}", *line.cells()) for index, line in sorted(sums.items())),
+            note="From the units in the folder. Peaks and traffic are in the results that fleet.run returns.",
         )
-    sums: dict[int, list[float]] = defaultdict(lambda: [0.0] * 4)
-    for one in units:
-        for at, value in enumerate((1, one.end_s - one.start_s - one.stall_s, one.recompute_s, one.stall_s)):
-            sums[one.device][at] += value
+    lines = []
+    for index, device in enumerate(devices):
+        line = _DeviceLine(device.num_units, device.compute_s, device.recompute_s, device.stall_s)
+        # the folder also knows the units of earlier processes, and lacks units if its disk was full
+        line = max(line, sums[index], key=lambda known: known.num_units)
+        sizes = (format_bytes(device.peak_bytes), format_bytes(device.budget_bytes))
+        lines.append((f"{device.name} #{index}", *line.cells(), f"{line.useful_share:.1%}", *sizes))
+    is_resumed = len(units) > sum(device.num_units for device in devices)
     return table(
         "Devices",
-        ("device", "units", "computed", "of it recomputed", "waited"),
-        (
-            (f"device {device}", f"{int(count):,}", *(format_duration(one) for one in times))
-            for device, (count, *times) in sorted(sums.items())
-        ),
-        note="From the units in the folder. Peaks and traffic are in the results that fleet.run returns.",
+        (*headings, "useful", "peak", "budget"),
+        lines,
+        note="Useful: the share of training in the time in which there was something to run."
+        + (" The fleet was resumed: peaks and traffic are of the last process." if is_resumed else ""),
     )
 
 
-def _tiers(devices: Sequence[DeviceStatistics]) -> Table:
+def _tiers(devices: Sequence[DeviceStatistics]) -> ReportTable:
     return table(
         "Tier traffic",
         ("device", "moved out", "moved in", "written to disk"),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.offload import Offloader, OffloadStatistics
-from penstock.report._model import Bars, Curves, Group, Headline, Section, Series, Table, Wear, clipped, hue
+from penstock.report._model import BarGroup, Bars, Curves, Headline, ReportTable, Section, Series, Wear, clipped, hue
 from penstock.report._part import Part, share, table
 from penstock.report._thin import thin, thin_bars, traffic
 from penstock.tiers import Event, TierStatistics
@@ -105,10 +105,10 @@ def lanes(events: Sequence[Event], step_s: float) -> Bars:
         "lane is too slow for its copies. Short gaps in the lanes without waits are normal.",
         x_label="time",
         groups=(
-            Group(name="copy out (park)", colour="c0"),
-            Group(name="copy back (fetch)", colour="c2"),
-            Group(name="computation waits", colour="stall"),
-            Group(name="other", colour="muted"),
+            BarGroup(name="copy out (park)", colour="c0"),
+            BarGroup(name="copy back (fetch)", colour="c2"),
+            BarGroup(name="computation waits", colour="stall"),
+            BarGroup(name="other", colour="muted"),
         ),
         rows=thin_bars([(name, rows[name]) for name in order]),
         end=end_s - begin_s,
@@ -149,7 +149,7 @@ def traffic_of(events: Sequence[Event]) -> Curves:
     )
 
 
-def _decisions(last: OffloadStatistics) -> Table:
+def _decisions(last: OffloadStatistics) -> ReportTable:
     lines = [("parked", last.parked_bytes, "left the device")]
     lines += [
         ("kept", size_bytes, reason.removeprefix("kept: "))
@@ -179,7 +179,7 @@ def _decisions(last: OffloadStatistics) -> Table:
     )
 
 
-def _modules(events: Sequence[Event]) -> Table:
+def _modules(events: Sequence[Event]) -> ReportTable:
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for one in events:
         if one.kind in ("park", "fetch"):
@@ -194,7 +194,7 @@ def _modules(events: Sequence[Event]) -> Table:
     )
 
 
-def _sums(sums: TierStatistics) -> Table:
+def _sums(sums: TierStatistics) -> ReportTable:
     lines = [
         ("copied out", format_bytes(sums.parked_bytes)),
         ("copied back", format_bytes(sums.fetched_bytes)),

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 from penstock import remat
 from penstock.arguments import checked
 from penstock.files import read_text
-from penstock.report._model import Curves, Headline, Mark, Section, Series, Table, hue
+from penstock.report._model import Curves, Headline, Mark, ReportTable, Section, Series, hue
 from penstock.report._part import Part, table
 from penstock.report._plans import plan_marks, plan_timeline
 from penstock.report._thin import thin, thin_positions
@@ -150,7 +150,7 @@ def _pareto(planned: remat.Planned, what: str, asked: _Asked) -> Curves:
     )
 
 
-def _storages(planned: remat.Planned) -> Table:
+def _storages(planned: remat.Planned) -> ReportTable:
     problem = planned.problem
     lines: list[Sequence[str]] = []
     for index, reason in planned.reasons():

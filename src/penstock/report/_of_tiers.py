@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from penstock.probe import PeakReport
-from penstock.report._model import MOST_ROWS, Bars, Curves, Group, Headline, Mark, Row, Section, Series, clipped, hue
+from penstock.report._model import MOST_ROWS, BarGroup, Bars, Curves, Headline, Mark, Row, Section, Series, clipped, hue
 from penstock.report._part import Part, share, table
 from penstock.report._thin import thin, thin_positions
 from penstock.tiers import Budget, Event, PlaceUse
@@ -14,8 +14,8 @@ def part_of_budget(budget: Budget) -> Part:
     """Return the part for a budget: the holders of bytes in each place."""
     uses = budget.uses()
     holders = list(dict.fromkeys(holder.name for use in uses for holder in use.holders))
-    groups = [Group(name=clipped(name), colour=hue(at)) for at, name in enumerate(holders)]
-    groups += [Group(name="no named holder", colour="c9"), Group(name="held before, at the peak", colour="muted")]
+    groups = [BarGroup(name=clipped(name), colour=hue(at)) for at, name in enumerate(holders)]
+    groups += [BarGroup(name="no named holder", colour="c9"), BarGroup(name="held before, at the peak", colour="muted")]
     device = next((one for one in uses if one.place == "device"), None)
     lines: list[Sequence[str]] = []
     for use in uses:

@@ -1,7 +1,7 @@
 """The part of a page about an offloaded training: the device during a step, the copies, and the waits."""
 
 from penstock.offload import Held, Training, TrainingStatistics
-from penstock.report._model import Bars, Curves, Headline, Section, Series, Table, Wear, hue
+from penstock.report._model import Bars, Curves, Headline, ReportTable, Section, Series, Wear, hue
 from penstock.report._of_offload import capacity_bytes, lanes, traffic_of
 from penstock.report._part import Part, table
 from penstock.report._thin import thin
@@ -75,7 +75,7 @@ def _held(timeline: tuple[Held, ...], budget_bytes: int) -> Curves:
     )
 
 
-def _moved(last: TrainingStatistics) -> Table:
+def _moved(last: TrainingStatistics) -> ReportTable:
     parameters = max(1, last.num_parameters)
     lines = [
         (

@@ -1,6 +1,6 @@
 """The part of a page about tiered features: where rows are, and which tier served accesses, planned and counted."""
 
-from penstock.report._model import Bars, Group, Headline, Row, Section, hue
+from penstock.report._model import BarGroup, Bars, Headline, Row, Section, hue
 from penstock.report._part import Part, share, table
 from penstock.unified import TieredFeatures
 from penstock.units import format_bytes, format_duration
@@ -58,7 +58,7 @@ def part_of_features(features: TieredFeatures) -> Part:
                 "larger than the planned one, the scores do not match what the sampler reads.",
                 x_label="share",
                 x_unit="share",
-                groups=tuple(Group(name=name, colour=hue(at)) for name, at in zip(_TIERS, (0, 2, 1), strict=True)),
+                groups=tuple(BarGroup(name=name, colour=hue(at)) for name, at in zip(_TIERS, (0, 2, 1), strict=True)),
                 rows=tuple(Row(name=name, bars=_stacked(shares)) for name, shares in bars),
                 end=1.0,
             ),

@@ -12,7 +12,7 @@ import jinja2
 
 from penstock._version import __version__
 from penstock.report._draw import Drawing, draw
-from penstock.report._model import Code, Headline, Section, Table, Wear
+from penstock.report._model import Code, Headline, ReportTable, Section, Wear
 from penstock.tiers import ssd_life_s
 from penstock.units import format_bytes, format_duration
 
@@ -65,15 +65,15 @@ def _shown(section: Section, trace: str | None) -> _Shown:
     )
 
 
-def _lines(table: Table) -> _Lines:
+def _lines(table: ReportTable) -> _Lines:
     """Return a table for the template. A column counts as numbers if all its cells look like numbers."""
     columns = list(zip(*table.lines, strict=True)) or [()] * len(table.columns)
     is_number = [any(column) and all(_NUMBER.fullmatch(cell) for cell in column) for column in columns]
     return _Lines(table.title, table.note, table.columns, table.lines, is_number)
 
 
-def _summary(headlines: Sequence[Headline], rated_bytes: int | None) -> Table:
-    return Table(
+def _summary(headlines: Sequence[Headline], rated_bytes: int | None) -> ReportTable:
+    return ReportTable(
         title="What ran",
         columns=("run", "device peak", "budget", "stalls", "moved out", "moved in", "SSD life"),
         lines=tuple(

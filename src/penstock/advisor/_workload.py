@@ -15,7 +15,7 @@ Loss = Callable[[Any, Batch], torch.Tensor]
 """A function of the model and a batch that returns a scalar: ``lambda model, batch: model(**batch).loss``."""
 
 
-class Task:
+class Workload:
     """A model, a batch and a loss."""
 
     def __init__(self, model: nn.Module, batch: Batch, loss: Loss | None, optimizer: torch.optim.Optimizer | None):
