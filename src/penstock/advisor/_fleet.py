@@ -47,11 +47,11 @@ def fleet_of_one(workload: Workload, limits: Limits, plain_s: float | None) -> O
 
 
 def _job(workload: Workload) -> fleet.Job:
-    on_cpu = {id(one): _copy_on_cpu(one) for one in (*workload.model.parameters(), *workload.model.buffers())}
+    on_cpu = {id(tensor): _copy_on_cpu(tensor) for tensor in (*workload.model.parameters(), *workload.model.buffers())}
     model = copy.deepcopy(workload.model, on_cpu)
     if workload.evaluates:
         model.train()
-    batch = pytree.tree_map(lambda one: one.to("cpu") if isinstance(one, torch.Tensor) else one, workload.batch)
+    batch = pytree.tree_map(lambda leaf: leaf.to("cpu") if isinstance(leaf, torch.Tensor) else leaf, workload.batch)
     return fleet.Job(
         name="advice",
         model=lambda: copy.deepcopy(model),
@@ -80,12 +80,12 @@ def _options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:  # any: eac
 
 
 def _code(workload: Workload, limits: Limits) -> str:
-    made, imports = "torch.optim.SGD(parameters, lr=0.1)", ""
+    optimizer, imports = "torch.optim.SGD(parameters, lr=0.1)", ""
     if workload.optimizer is not None:
         module, name = type(workload.optimizer).__module__, type(workload.optimizer).__name__
         options = ", ".join(f"{key}={value!r}" for key, value in _options_of(workload.optimizer).items())
         is_pytorchs = module.startswith("torch.optim.")
-        made = f"{'torch.optim.' if is_pytorchs else ''}{name}(parameters, {options})"
+        optimizer = f"{'torch.optim.' if is_pytorchs else ''}{name}(parameters, {options})"
         imports = "" if is_pytorchs else f"from {module} import {name}\n"
     return (
         f"import copy\n\nimport penstock\nimport torch\n{imports}\n"
@@ -95,7 +95,7 @@ def _code(workload: Workload, limits: Limits) -> str:
         "    model=lambda: copy.deepcopy(model),\n"
         "    data=lambda: batches,\n"
         f"    loss=lambda model, batch: {workload.expression},\n"
-        f"    optimizer=lambda parameters: {made},\n"
+        f"    optimizer=lambda parameters: {optimizer},\n"
         "    epochs=1,\n"
         ")\n"
         f'results = penstock.fleet.run([job], ["{workload.device}"], {limits.spelled})\n'

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from penstock import remat
-from penstock.advisor._advice import Advice, Option
-from penstock.advisor._choose import choose
+from penstock.advisor._advice import Advice, Option, choose
 from penstock.advisor._fleet import fleet_of_one
 from penstock.advisor._trial import Progress, Trial, first_line, plain_can_run, try_all
 from penstock.advisor._ways import Limits, Way, quiet, ways_for
@@ -84,14 +83,16 @@ def advise(
     options = [_option(way, trials[way.name], plain_s) for way in ways]
     if planned is None:
         options.append(_refused("remat", ("remat",), why_not))
-    if all(one.is_refused for one in options):
+    if all(option.is_refused for option in options):
         tell("trying a training that offloads parameters and states", 0, 1)
         options.append(training_of_all(workload, limits, plain_s))
         tell("trying a fleet of one", 0, 1)
         options.append(fleet_of_one(workload, limits, plain_s))
     best, plain = choose(options), trials.get("plain", Trial())
     return Advice(
-        options=tuple(sorted(options, key=lambda one: (one is not best, one.is_refused, one.ratio or math.inf))),
+        options=tuple(
+            sorted(options, key=lambda option: (option is not best, option.is_refused, option.ratio or math.inf))
+        ),
         budget_bytes=account.device_bytes,
         plain_peak_bytes=plain_peak if plain.peak_bytes is None else plain.peak_bytes,
         plain_is_measured=plain.ratio is not None,
@@ -177,7 +178,7 @@ def _refused(name: str, rooms: tuple[str, ...], reason: str) -> Option:
 
 def _notes(workload: Workload, budget: Budget) -> Iterator[str]:
     limit = budget.device_bytes
-    modes = {one.training for one in workload.model.modules()}
+    modes = {module.training for module in workload.model.modules()}
     if len(modes) > 1:
         yield "some modules are in evaluation mode, and were tried in it; model.train() sets all to training mode"
     if limit is not None and workload.batch_bytes > _LARGE_BATCH_SHARE * limit:
@@ -185,8 +186,10 @@ def _notes(workload: Workload, budget: Budget) -> Iterator[str]:
             f"the batch alone takes {format_bytes(workload.batch_bytes)} of {format_bytes(limit)}: if it holds the "
             "features of a graph, penstock.unified.TieredFeatures reads only the rows of a mini-batch instead"
         )
-    layers = {type(one) for one in workload.model.modules() if type(one).__module__.startswith("torch_geometric.")}
-    for name in sorted({one.__name__ for one in layers} & set(_LAYERS)):
+    layers = {
+        type(module) for module in workload.model.modules() if type(module).__module__.startswith("torch_geometric.")
+    }
+    for name in sorted({layer.__name__ for layer in layers} & set(_LAYERS)):
         yield (
             f"{name} is a layer of PyG; penstock.relational.{_LAYERS[name]} takes the same arguments and copies "
             "nothing per edge"
@@ -195,9 +198,9 @@ def _notes(workload: Workload, budget: Budget) -> Iterator[str]:
 
 def _spelled(budget: Budget) -> str:
     sizes = [("device", budget.device_bytes), ("host", budget.host_bytes)]
-    given = [f"{name}={_exactly(size)}" for name, size in sizes if size is not None]
+    arguments = [f"{name}={_exactly(size)}" for name, size in sizes if size is not None]
     disk = {str(path): limit for path, limit in budget.disk_bytes.items()}
-    return f"penstock.tiers.Budget({', '.join(given + ([f'disk={disk}'] if disk else []))})"
+    return f"penstock.tiers.Budget({', '.join(arguments + ([f'disk={disk}'] if disk else []))})"
 
 
 def _exactly(size_bytes: int) -> str:

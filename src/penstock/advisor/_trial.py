@@ -54,11 +54,11 @@ def try_all(
             try:
                 workload.drop_gradients()
                 extra_bytes = limits.extra_bytes + _held_bytes(workload) - before_bytes  # others may still hold memory
-                found = way.begin(extra_bytes)
-                stack.callback(found.close)
+                attempt = way.begin(extra_bytes)
+                stack.callback(attempt.close)
                 for _ in range(way.num_warm):
-                    found.step()
-                measured = peak_bytes(found.step, device=workload.device).peak_bytes - extra_bytes
+                    attempt.step()
+                measured = peak_bytes(attempt.step, device=workload.device).peak_bytes - extra_bytes
             except Exception as error:  # a model may raise anything: this option does not work with it
                 trials[way.name] = Trial(reason=first_line(error))
                 continue
@@ -68,7 +68,7 @@ def try_all(
                 peak_bytes=measured,
             )
             if not is_above or way.name == "plain":
-                running[way.name] = found
+                running[way.name] = attempt
         timed = _in_turn(workload, running, rounds, trials, lambda done: progress("timing", len(ways) + done, total))
     for name, seconds in timed.items():
         trials[name] = _timed(trials[name], seconds, timed.get("plain"))
@@ -118,9 +118,9 @@ def _in_turn(
     tell(0)
     ways = {name: functools.partial(step, name) for name in running}
     seconds = in_rounds(ways, rounds=rounds, device=str(workload.device), least_s=LEAST_S, after_round=told)
-    return {name: found for name, found in seconds.items() if not trials[name].step_failed}
+    return {name: measured for name, measured in seconds.items() if not trials[name].step_failed}
 
 
 def _timed(trial: Trial, seconds: list[float], plain: list[float] | None) -> Trial:
-    ratio = median(one / other for one, other in zip(seconds, plain, strict=True)) if plain else None
+    ratio = median(own_s / plain_s for own_s, plain_s in zip(seconds, plain, strict=True)) if plain else None
     return replace(trial, ratio=ratio, step_s=median(seconds))

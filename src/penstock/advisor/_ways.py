@@ -102,12 +102,12 @@ def blocks_of(model: nn.Module) -> list[str]:
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < LEAST_BLOCKS:
             continue
-        if len({type(one) for one in module}) > 1 or not any(True for one in module for _ in one.children()):
+        if len({type(child) for child in module}) > 1 or not any(True for child in module for _ in child.children()):
             continue  # modules of several classes, or single layers
-        size = sum(one.numel() for one in module.parameters())
+        size = sum(parameter.numel() for parameter in module.parameters())
         if size > most_parameters:
             most_parameters = size
-            most = [f"{name}.{at}" if name else str(at) for at in range(len(module))]
+            most = [f"{name}.{index}" if name else str(index) for index in range(len(module))]
     return most
 
 
@@ -124,33 +124,35 @@ def checkpointed(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
             finally:
                 getattr(owner, f"{kind}_disable")()
         return
-    modules = dict.fromkeys(model.get_submodule(one) for one in blocks)
-    found = {one: vars(one).get("forward") for one in modules}
-    for one in modules:
-        one.forward = functools.partial(checkpoint, one.forward, use_reentrant=False)  # type: ignore[method-assign]
+    modules = dict.fromkeys(model.get_submodule(block) for block in blocks)
+    forwards = {module: vars(module).get("forward") for module in modules}
+    for module in modules:
+        module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for one, forward in found.items():
-            del one.forward  # the class has its own again
+        for module, forward in forwards.items():
+            del module.forward  # the class has its own again
             if forward is not None:
-                one.forward = forward
+                module.forward = forward
 
 
 @contextlib.contextmanager
 def _left_alone(owner: nn.Module) -> Iterator[None]:
     """Restore attributes and hooks after the block, since any that are left would make planned steps captured anew."""
-    attributes = {one: dict(vars(one)) for one in owner.modules()}
-    hooks = [(value, dict(value)) for one in attributes.values() for value in one.values() if isinstance(value, dict)]
+    attributes = {part: dict(vars(part)) for part in owner.modules()}
+    hooks = [
+        (value, dict(value)) for before in attributes.values() for value in before.values() if isinstance(value, dict)
+    ]
     try:
         yield
     finally:
-        for one, before in attributes.items():
-            vars(one).clear()
-            vars(one).update(before)
-        for found, before in hooks:
-            found.clear()
-            found.update(before)
+        for part, before in attributes.items():
+            vars(part).clear()
+            vars(part).update(before)
+        for hook, before in hooks:
+            hook.clear()
+            hook.update(before)
 
 
 def _with_own_checkpointing(model: nn.Module) -> str | None:
@@ -160,7 +162,7 @@ def _with_own_checkpointing(model: nn.Module) -> str | None:
     """
     for name, module in model.named_modules():
         if getattr(module, "supports_gradient_checkpointing", False):
-            is_on = any(getattr(one, "gradient_checkpointing", False) for one in module.modules())
+            is_on = any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
             return None if is_on else name
     return None
 
@@ -260,6 +262,6 @@ def _checkpoint_code(model: nn.Module, blocks: Sequence[str]) -> str:
 def quiet() -> Iterator[None]:
     """Suppress warnings during trials that users get when they train."""
     with warnings.catch_warnings():
-        for one in (OffloadDeclinedWarning, PenstockWarning):
-            warnings.simplefilter("ignore", one)
+        for category in (OffloadDeclinedWarning, PenstockWarning):
+            warnings.simplefilter("ignore", category)
         yield

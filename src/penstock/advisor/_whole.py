@@ -55,8 +55,8 @@ def training_of_all(workload: Workload, limits: Limits, plain_s: float | None) -
 
 def _copied(workload: Workload) -> nn.Module:
     model = copy.deepcopy(workload.model)
-    for one in model.parameters():
-        one.grad = None
+    for parameter in model.parameters():
+        parameter.grad = None
     return model
 
 
@@ -72,10 +72,10 @@ def _timed_step(workload: Workload, training: offload.Training) -> float:
 
 
 def _code(workload: Workload, limits: Limits) -> str:
-    made = "" if workload.optimizer is not None else "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    optimizer = "" if workload.optimizer is not None else "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
     return (
-        f"import penstock\n{'import torch' if made else ''}\n"
-        f"{workload.preparation}{made}"
+        f"import penstock\n{'import torch' if optimizer else ''}\n"
+        f"{workload.preparation}{optimizer}"
         f"training = penstock.offload.training(model, optimizer, {limits.spelled})\n"
         "for batch in batches:\n"
         "    with training:\n"

@@ -82,10 +82,10 @@ def command(app: typer.Typer, *, trains: bool = False) -> Callable[[Callable[...
             )
             for name, what in added.items()
         ]
-        run.__signature__ = inspect.Signature([*(one.replace(kind=kind) for one in own), *extra])  # type: ignore[attr-defined]
-        run.__annotations__ = {one.name: one.annotation for one in own} | added
+        run.__signature__ = inspect.Signature([*(parameter.replace(kind=kind) for parameter in own), *extra])  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in own} | added
         told = inspect.cleandoc(function.__doc__ or "").split("\n\n")
-        app.command(help="\n\n".join(" ".join(one.split()) for one in told))(run)
+        app.command(help="\n\n".join(" ".join(paragraph.split()) for paragraph in told))(run)
         return function
 
     return register

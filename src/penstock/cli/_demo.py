@@ -66,12 +66,12 @@ class _Outcome:
     def largest_loss_difference(self, name: str) -> float:
         """Return the largest difference between a method's losses and those of plain training."""
         pairs = zip(self.plain_steps, self.methods[name].steps, strict=True)
-        return max(abs(float.fromhex(one["loss"]) - float.fromhex(two["loss"])) for one, two in pairs)
+        return max(abs(float.fromhex(plain["loss"]) - float.fromhex(ours["loss"])) for plain, ours in pairs)
 
     def step_time_ratio(self, name: str) -> float:
         """Return the median ratio to plain over paired steps, without the first two, which are recorded and cold."""
         pairs = list(zip(self.plain_steps, self.methods[name].steps, strict=True))[2:]
-        return float(median(two["step_s"] / one["step_s"] for one, two in pairs))
+        return float(median(ours["step_s"] / plain["step_s"] for plain, ours in pairs))
 
     @property
     def best(self) -> str:

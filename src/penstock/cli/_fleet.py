@@ -46,7 +46,7 @@ class Trained:
     @property
     def has_failed(self) -> bool:
         """Whether a job failed."""
-        return any(one.state is JobState.FAILED for one in self.results.values())
+        return any(result.state is JobState.FAILED for result in self.results.values())
 
 
 def run(sweep: Path, given: Mapping[str, str | list[str] | None], resume: bool, steps: Steps) -> Answer:
@@ -151,19 +151,19 @@ def trained_as_data(trained: Trained) -> dict[str, object]:
     """Return the table for JSON."""
     jobs = [
         {
-            "name": one.name,
-            "state": one.state.value,
-            "num_steps": len(one.losses),
-            "loss": one.losses[-1] if one.losses else None,
-            "validation": dict(one.validations[-1]) if one.validations else {},
-            "seconds_per_step": one.seconds_per_step,
-            "error": one.error,
-            "parameters": trained.parameters.get(one.name),
-            "checkpoint": None if one.checkpoint is None or trained.run_dir is None else str(one.checkpoint),
+            "name": result.name,
+            "state": result.state.value,
+            "num_steps": len(result.losses),
+            "loss": result.losses[-1] if result.losses else None,
+            "validation": dict(result.validations[-1]) if result.validations else {},
+            "seconds_per_step": result.seconds_per_step,
+            "error": result.error,
+            "parameters": trained.parameters.get(result.name),
+            "checkpoint": None if result.checkpoint is None or trained.run_dir is None else str(result.checkpoint),
         }
-        for one in trained.results.values()
+        for result in trained.results.values()
     ]
-    devices = [{**asdict(one), "useful_share": one.useful_share} for one in trained.results.devices]
+    devices = [{**asdict(device), "useful_share": device.useful_share} for device in trained.results.devices]
     return {"run_dir": trained.run_dir, "jobs": jobs, "devices": devices}
 
 

@@ -48,7 +48,7 @@ def run(
     """
     from penstock.cli import _fleet
 
-    names = None if devices is None else [one.strip() for one in devices.split(",")]
+    names = None if devices is None else [name.strip() for name in devices.split(",")]
     given = {
         "devices": names, "budget": budget, "host_budget": host_budget, "disk": disk or None, "run_dir": run_dir,
     }  # fmt: skip

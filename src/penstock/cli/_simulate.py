@@ -100,7 +100,7 @@ class ProblemSettings(Strict):
 
     @model_validator(mode="after")
     def _has_own_names(self) -> Self:
-        for names in ([one.name for one in self.jobs], [one.name for one in self.devices]):
+        for names in ([job.name for job in self.jobs], [device.name for device in self.devices]):
             twice = [name for name in names if names.count(name) > 1]
             if twice:
                 raise ValueError(f"two are called {twice[0]!r}; for several alike give one with copies: 2")
@@ -108,8 +108,8 @@ class ProblemSettings(Strict):
 
     def problem(self) -> fleet.FleetProblem:
         """Return the problem to simulate. Raises ``BudgetError`` if no device can take a job."""
-        jobs = [job for one in self.jobs for job in _jobs_of(one)]
-        devices = [device for one in self.devices for device in _devices_of(one)]
+        jobs = [job for settings in self.jobs for job in _jobs_of(settings)]
+        devices = [device for settings in self.devices for device in _devices_of(settings)]
         return fleet.FleetProblem(jobs=tuple(jobs), devices=tuple(devices))
 
 
@@ -129,15 +129,15 @@ class Comparison:
     def table(self) -> Table:
         """Return the comparison as a table for ``rich``."""
         table = Table("scheduler", "ends after", "over the bound", "devices compute", "stall", "copied in")
-        for name, one in self.schedules.items():
-            total_s = max(one.makespan_s * len(one.devices), 1e-12)
+        for name, schedule in self.schedules.items():
+            total_s = max(schedule.makespan_s * len(schedule.devices), 1e-12)
             table.add_row(
                 name,
-                format_duration(one.makespan_s),
-                self._over(one.makespan_s),
-                f"{one.busy_share:.1%}",
-                f"{sum(device.stall_s for device in one.devices) / total_s:.1%}",
-                format_bytes(sum(device.in_bytes for device in one.devices)),
+                format_duration(schedule.makespan_s),
+                self._over(schedule.makespan_s),
+                f"{schedule.busy_share:.1%}",
+                f"{sum(device.stall_s for device in schedule.devices) / total_s:.1%}",
+                format_bytes(sum(device.in_bytes for device in schedule.devices)),
             )
         table.add_section()
         for label, end_s in (("model parallelism", self.model_parallel_s), ("lower bound", self.lower_bound_s)):
@@ -148,22 +148,24 @@ class Comparison:
         """Return the table for JSON."""
         schedules = {
             name: {
-                "makespan_s": one.makespan_s,
-                "busy_share": one.busy_share,
+                "makespan_s": schedule.makespan_s,
+                "busy_share": schedule.busy_share,
                 "devices": {
                     device.name: {key: getattr(use, key) for key in fleet.DeviceUse.__slots__}
-                    for device, use in zip(self.problem.devices, one.devices, strict=True)
+                    for device, use in zip(self.problem.devices, schedule.devices, strict=True)
                 },
-                "job_end_s": {job.name: end_s for job, end_s in zip(self.problem.jobs, one.job_end_s, strict=True)},
+                "job_end_s": {
+                    job.name: end_s for job, end_s in zip(self.problem.jobs, schedule.job_end_s, strict=True)
+                },
             }
-            for name, one in self.schedules.items()
+            for name, schedule in self.schedules.items()
         }
         bounds = {"lower_bound_s": self.lower_bound_s, "model_parallel_s": self.model_parallel_s}
         return {"schedulers": schedules, **bounds}
 
     def draw(self, path: Path, scheduler: fleet.SchedulerName) -> None:
         """Draw which job was on which device when."""
-        rows: dict[str, list[tuple[float, float, str]]] = {one.name: [] for one in self.problem.devices}
+        rows: dict[str, list[tuple[float, float, str]]] = {device.name: [] for device in self.problem.devices}
         for unit in self.schedules[scheduler].units:
             device, job = self.problem.devices[unit.device].name, self.problem.jobs[unit.job].name
             rows[device].append((unit.start_s, unit.end_s, job))
@@ -214,7 +216,9 @@ def show(found: Comparison, console: Console) -> None:
 
 
 def _jobs_of(given: JobSettings) -> list[fleet.JobCost]:
-    shards = [fleet.ShardCost(**one.model_dump(exclude={"copies"})) for one in given.shards for _ in range(one.copies)]
+    shards = [
+        fleet.ShardCost(**shard.model_dump(exclude={"copies"})) for shard in given.shards for _ in range(shard.copies)
+    ]
     fields: dict[str, Any] = given.model_dump(exclude={"copies", "shards", "name"})
     return [fleet.JobCost(name=name, shards=tuple(shards), **fields) for name in _names(given.name, given.copies, " ")]
 
@@ -225,4 +229,4 @@ def _devices_of(given: SimulatedDevice) -> list[fleet.DeviceCost]:
 
 
 def _names(name: str, copies: int, between: str) -> list[str]:
-    return [name] if copies == 1 else [f"{name}{between}{at}" for at in range(copies)]
+    return [name] if copies == 1 else [f"{name}{between}{index}" for index in range(copies)]

@@ -210,7 +210,7 @@ def _legend(keys: list[Key]) -> Legend:
 
 
 def _paths(series: Series, x: Axis, y: Axis, *, has_area: bool) -> list[Path]:
-    positions = [(x.at(one, WIDTH), round(HEIGHT - y.at(two, HEIGHT), 1)) for one, two in series.points]
+    positions = [(x.at(point[0], WIDTH), round(HEIGHT - y.at(point[1], HEIGHT), 1)) for point in series.points]
     title = clipped(series.name, 120)
     paths = []
     if series.style != "points" and len(positions) > 1:

@@ -37,7 +37,7 @@ def write_html(path: str | Path, *things: Any, title: str | None = None, rated_b
     if title is None:
         title = "Penstock report"
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = page(title, [one.section for one in parts], names, rated_bytes=rated, now=datetime.now().astimezone())
+    text = page(title, [part.section for part in parts], names, rated_bytes=rated, now=datetime.now().astimezone())
     path.write_text(text, encoding="utf-8")
     files = [path]
     for part, name in zip(parts, names, strict=True):

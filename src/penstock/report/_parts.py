@@ -32,7 +32,7 @@ def parts_of(things: Sequence[Any]) -> list[Part]:
     """
     if not things:
         raise ValueError(f"there is nothing to report on: write_html('run.html', offloader). It takes {_KINDS}")
-    events = [event for one in things if isinstance(one, offload.Offloader) for event in one.trace()]
+    events = [event for thing in things if isinstance(thing, offload.Offloader) for event in thing.trace()]
     parts: list[Part] = []
     for thing in things:
         if isinstance(thing, str | Path):
