@@ -93,7 +93,9 @@ def _looked(_: Console) -> Answer:
 
 COMMANDS: dict[str, Callable[[Console], Answer]] = {
     "probe": lambda _: _probe.probe(Path("."), False, Steps()),
-    "plan": lambda _: _plan.answer("train.py:make_step", [], {"disk": Path("."), "method": "hybrid"}, None, Steps()),
+    "plan": lambda _: _plan.answer(
+        "train.py:make_step", [], {"disk": Path("."), "method": "hybrid", "machine": None}, None, Steps()
+    ),
     "bench": lambda _: _bench.answer(["step"], True, "cpu", Path("."), None, {"rounds": 9}, Steps()),
     "bench list": lambda _: _bench.listed(),
     "fleet run": _ran,

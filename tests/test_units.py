@@ -1,10 +1,13 @@
 """Sizes, rates and durations, to and from text."""
 
+from dataclasses import dataclass
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.units import format_bytes, format_duration, format_rate, parse_bytes
+from penstock import fleet, offload, tiers, unified
+from penstock.units import format_bytes, format_duration, format_fields, format_rate, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -94,3 +97,53 @@ def test_rates_are_shown_in_decimal_units(bandwidth, text):
 )
 def test_durations_are_shown_in_the_unit_that_fits(duration_s, text):
     assert format_duration(duration_s) == text
+
+
+@dataclass
+class Figures:
+    num_steps: int = 1234
+    saved_bytes: int = 2**21
+    stall_s: float = 0.0125
+    is_planned: bool = True
+    kept_bytes: tuple | dict = ()
+    peak_bytes: int | None = None
+    declined: str = ""
+
+    @property
+    def hit_rate(self):
+        return 2 / 3
+
+
+def test_fields_are_a_table_with_units():
+    figures = Figures(kept_bytes={"small": 512, "last of the cycle": 2**10})
+    assert format_fields(figures, "hit_rate").splitlines() == [
+        "steps                    1,234",
+        "saved                    2.0 MiB",
+        "stall                    12.5 ms",
+        "planned                  yes",
+        "kept, small              512 B",
+        "kept, last of the cycle  1.0 KiB",
+        "hit rate                 0.6667",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("statistics", "line"),
+    [
+        (offload.OffloadStatistics(num_steps=1, saved_bytes=1, parked_bytes=2**20, fetched_bytes=0, forwarded_bytes=0),
+         "parked           1.0 MiB"),
+        (tiers.TierStatistics(
+            parked_bytes=0, fetched_bytes=2**20, forwarded_bytes=0, kept_bytes=0, bounced_bytes=0,
+            written_to_disk_bytes=0, stall_s=0.0, num_live_handles=0, num_failed_writes=0, in_flight_peak_bytes=0,
+        ), "fetched          1.0 MiB"),
+        (unified.LoaderStatistics(sample_s=1.0, stall_s=0.5), "hidden share    0.5"),
+        (fleet.DeviceStatistics(
+            name="cpu", wall_s=2.0, compute_s=1.0, recompute_s=0.25, stall_s=0.0, num_units=1, peak_bytes=1,
+            measured_peak_bytes=0, budget_bytes=1, parked_bytes=0, fetched_bytes=0, written_to_disk_bytes=0,
+        ), "useful share     0.75"),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_statistics_print_as_tables(statistics, line):
+    assert line in str(statistics).splitlines()
+    assert type(statistics).__name__ in repr(statistics)

@@ -4,7 +4,10 @@
 ``int`` of bytes or ``float`` of seconds; text exists only in input and output.
 """
 
+import dataclasses
 import re
+from collections.abc import Mapping
+from typing import Any
 
 __all__ = ["format_bytes", "format_duration", "format_rate", "parse_bytes"]
 
@@ -69,3 +72,41 @@ def format_duration(duration_s: float) -> str:
     if duration_s < 2 * 365 * 86400:
         return f"{duration_s / 86400:.0f} days"
     return f"{duration_s / (365 * 86400):.1f} years"
+
+
+def format_fields(record: Any, *properties: str) -> str:  # any: whatever dataclass
+    """Return a dataclass as a table with a line per field, and per named property, that has a value.
+
+    The unit of a number is that of its name: ``_bytes``, ``_s``, or none.
+    """
+    names = [field.name for field in dataclasses.fields(record)] + list(properties)
+    lines: list[tuple[str, str]] = []
+    for name in names:
+        value = getattr(record, name)
+        if isinstance(value, Mapping):
+            label = _label(name)
+            lines += [(f"{label}, {key}", _format_value(name, item)) for key, item in value.items()]
+        elif value is not None and value != "":
+            lines.append((_label(name), _format_value(name, value)))
+    width = max((len(label) for label, _ in lines), default=0)
+    return "\n".join(f"{label:<{width}}  {text}" for label, text in lines)
+
+
+def _label(name: str) -> str:
+    for prefix in ("num_", "is_"):
+        name = name.removeprefix(prefix)
+    for suffix in ("_bytes", "_s"):
+        name = name.removesuffix(suffix)
+    return name.replace("_", " ")
+
+
+def _format_value(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, int | float):
+        return str(value)
+    if name.endswith("_bytes"):
+        return format_bytes(value)
+    if name.endswith("_s"):
+        return format_duration(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"

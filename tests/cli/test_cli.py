@@ -74,7 +74,7 @@ def test_plan_prints_budgets_and_draws_them(tmp_path):
     (tmp_path / "train.py").write_text(STEP)
     result = run("plan", f"{tmp_path}/train.py:make_step", "--budget", "300KiB", "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
-    for words in ("budget", "refused", "again", "The smallest budget that works is"):
+    for words in ("budget", "refused", "recomputed", "The smallest budget that works is"):
         assert words in result.output
     for name in ("pareto.png", "memory.png"):
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")

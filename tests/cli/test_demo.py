@@ -16,6 +16,7 @@ def test_demo_shows_what_it_promises(tmp_path):
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert [Path(one).name for one in answer.data["files"]] == [
         "summary.json",
+        "memory.json",
         "trace.json",
         "report.html",
         "memory.png",
@@ -41,6 +42,10 @@ def test_demo_shows_what_it_promises(tmp_path):
     trace = json.loads((tmp_path / "out" / "trace.json").read_text())
     assert {"park", "fetch"} <= {row.get("cat") for row in trace["traceEvents"]}
     assert (tmp_path / "out" / "memory.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "out" / "report.html").read_text()
+    for words in ("All methods", "Penstock: training", "Machine, versions and command", "penstock demo --out"):
+        assert words in page
+    assert "Offloaded activations" in page and "A step planned for a budget" in page
     shown = console.export_text()
     assert "fails" in shown
     assert "trains" in shown

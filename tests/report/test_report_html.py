@@ -1,7 +1,6 @@
 """Pages say what happened, load nothing, and keep what users named as text."""
 
 import json
-import re
 import shutil
 from datetime import datetime
 from pathlib import Path
@@ -9,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks import pictures
-from report_things import EVIL, MIB, Account, Page, advice, peak_report, planned, problem, write_run
+from page_reader import Page, assert_stands_alone, page_of
+from runs_to_report import EVIL, MIB, Account, advice, peak_report, planned, problem
 
-from penstock import fleet, offload, probe, remat, report, tiers, unified
+from penstock import offload, probe, remat, report, tiers, unified
 from penstock.errors import PenstockError
 from penstock.offload import OffloadStatistics
 from penstock.report import _of_offload, _of_tiers, _page
@@ -19,45 +19,6 @@ from penstock.report._part import Part
 from penstock.testing import GPT
 from penstock.tiers import Event, TierStatistics
 from penstock.units import format_bytes
-
-UNITS = [("a", 0, 10.0, 11.0, 0.0), (EVIL, 1, 10.5, 12.5, 0.5), ("a", 0, 11.0, 14.0, 1.0)]
-JOBS = [("a", "done", None), (EVIL, "failed", f"it broke: {EVIL}")]
-
-
-@pytest.fixture
-def disk(tmp_path):
-    folder = tmp_path / "spill"
-    folder.mkdir()
-    return folder
-
-
-@pytest.fixture
-def offloader(disk):
-    model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)])
-    with_less = offload.activations(model, disk=disk, min_size=0, min_saving=0, max_stall=1)
-    for _ in range(3):
-        with with_less:
-            model(torch.ones(512, 256)).sum().backward()
-    yield with_less
-    with_less.close()
-
-
-@pytest.fixture
-def run_dir(tmp_path):
-    return write_run(tmp_path / "runs", UNITS, JOBS, {"a": [3.0, 2.0, 1.0], "gone wrong": [1.0, float("nan")]})
-
-
-def page_of(tmp_path, *things, **options):
-    return Page(report.write_html(tmp_path / "run.html", *things, **options)[0])
-
-
-def assert_stands_alone(page):
-    for word in ("http", "src=", "@import", "url(", "<script", "<link", "javascript:"):
-        assert word not in page.source.lower().replace("&lt;script", ""), word
-    assert not set(page.tags) & {"script", "img", "iframe", "object", "embed", "link", "base"}
-    assert not any(key.startswith("on") for key, _ in page.attributes)
-    for target in page.values_of("href"):
-        assert target.startswith("#s") or target.endswith(".trace.json")
 
 
 def test_offloader(tmp_path, offloader):
@@ -160,51 +121,6 @@ def test_optimized_step_of_two_shapes(tmp_path):
     assert page.table("What ran").lines[0][2] == "-"  # no budget
 
 
-def test_run_dir(tmp_path, run_dir):
-    path, trace = report.write_html(tmp_path / "run.html", str(run_dir))
-    page = Page(path)
-    assert_stands_alone(page)
-    jobs = page.table("Jobs")
-    assert jobs.line(EVIL)[1] == "failed"
-    assert jobs.line(EVIL)[-1] == f"it broke: {EVIL}"
-    assert jobs.column("steps") == ["4", "4"]
-    assert page.table("Devices").line("device 0")[1:] == ["2", "3.0 s", "0.0 ms", "1.0 s"]
-    titles = [title.text for svg in page.svgs for title in svg.iter("title")]
-    assert "a: 3.0 s" in titles
-    assert f"{EVIL}: 1.5 s" in titles
-    assert "waits for copies: 1.0 s" in titles
-    assert "a: 1" in titles  # its last loss
-    assert page.says("1 done, 1 failed")
-    assert page.says("3 units ran on 2 devices within 4.0 s")
-    assert sum("cat" in row for row in json.loads(trace.read_text())["traceEvents"]) == 5
-
-
-def test_an_empty_run_dir(tmp_path):
-    page = page_of(tmp_path, write_run(tmp_path / "runs"))
-    assert page.says("There are no jobs yet, and no unit has run.")
-    (tmp_path / "runs" / "units.jsonl").unlink()
-    assert page_of(tmp_path, tmp_path / "runs").says("There are no jobs yet")
-
-
-def test_results(tmp_path):
-    job = fleet.Job(
-        name="a line",
-        model=lambda: torch.nn.Linear(4, 1),
-        data=lambda: [(torch.ones(8, 4), torch.ones(8, 1))],
-        loss=lambda model, batch: ((model(batch[0]) - batch[1]) ** 2).mean(),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        steps=5,
-    )
-    results = fleet.run([job], devices=["cpu"], budget="64MiB", host="64MiB", progress=None)
-    page = page_of(tmp_path, results)
-    assert page.table("Jobs").line("a line")[1:3] == ["done", "5"]
-    assert page.says(f"{results.devices[0].num_units} units ran on 1 device")
-    devices = page.table("Devices").line("cpu #0")
-    assert devices[-2:] == [format_bytes(results.devices[0].peak_bytes), "64.0 MiB"]
-    assert page.table("What ran").lines[0][1:3] == devices[-2:]
-    assert page.table("Tier traffic").line("cpu #0")[1] == format_bytes(results.devices[0].parked_bytes)
-
-
 def test_features(tmp_path, disk):
     table = torch.arange(4000 * 256, dtype=torch.float32).view(4000, 256)
     scores = torch.arange(4000, 0, -1)
@@ -264,27 +180,6 @@ def test_peak_with_an_offloader_shows_its_copies(tmp_path, offloader):
     assert not any(title.startswith("parked") for title in page_of(tmp_path, outside, offloader).values_of("title"))
 
 
-def test_everything_at_once_now_and_later(tmp_path, offloader, run_dir):
-    things = [offloader, planned(), run_dir, Account(), advice(), peak_report(), offloader]
-    files = report.write_html(tmp_path / "now.html", *things)
-    assert [one.name for one in files] == [
-        "now.html", "now.offload.trace.json", "now.fleet.trace.json", "now.offload-2.trace.json",
-    ]  # fmt: skip
-    assert report.save(tmp_path / "kept", *things) == tmp_path / "kept" / "report.json"
-    again = report.write_html(tmp_path / "later.html", tmp_path / "kept")
-    assert [one.name.replace("later", "now") for one in again] == [one.name for one in files]
-    assert all(one.read_text() == two.read_text() for one, two in zip(files[1:], again[1:], strict=True))
-    pages = [one.read_text().replace("later.", "now.") for one in (files[0], again[0])]
-    assert pages[0].partition("<main>")[2] == pages[1].partition("<main>")[2]
-    assert_stands_alone(Page(files[0]))
-
-
-def test_a_page_in_the_folder_that_it_shows(tmp_path, offloader):
-    report.save(tmp_path, offloader)
-    files = report.write_html(tmp_path / "run.html", tmp_path)
-    assert json.loads(files[1].read_text())["traceEvents"]
-
-
 def test_a_million_events_make_a_small_page(tmp_path):
     events = [
         Event(lane="device->disk", kind="park", label=f"layer {at % 997}", size_bytes=2**20, start_s=at, end_s=at + 0.5)
@@ -308,35 +203,6 @@ def test_a_million_events_make_a_small_page(tmp_path):
     assert max(curve.points, key=lambda point: point[1])[1] == 10_000 + (123_456 * 7919) % 1000  # the peak is there
 
 
-def test_a_fleet_of_many_units_and_jobs_makes_a_small_page(tmp_path):
-    units = [(f"job {at % 900}", at % 80, at * 1e-3, at * 1e-3 + 0.07, 0.001) for at in range(60_000)]
-    jobs = [(f"job {at}", "done", "y" * 100_000) for at in range(900)]
-    folder = write_run(tmp_path / "runs", units, jobs, {f"job {at}": [1.0] * 50 for at in range(900)})
-    path = report.write_html(tmp_path / "run.html", folder)[0]
-    assert path.stat().st_size < 2_000_000
-    page = Page(path)
-    assert page.says("16 further devices are not shown")
-    assert len(page.table("Jobs").lines) == 200
-    assert page.table("Jobs").caption.endswith("700 more are left out.")
-
-
-def test_more_jobs_than_a_chart_has_groups(tmp_path):
-    units = [(f"job {at}", 0, at, at + 1.0, 0.0) for at in range(4500)]
-    report.save(tmp_path / "kept", write_run(tmp_path / "runs", units))
-    page = page_of(tmp_path, tmp_path / "kept")
-    titles = [title.text for svg in page.svgs for title in svg.iter("title")]
-    assert "job 3997: 1.0 s" in titles
-    assert "further jobs: 8 min" in titles
-
-
-def test_units_that_are_none_are_passed_over(tmp_path):
-    folder = write_run(tmp_path / "runs", UNITS[:1])
-    good = json.loads((folder / "units.jsonl").read_text().splitlines()[0])
-    bad = [{**good, "end_s": float("nan")}, {**good, "start_s": "now"}, {"job": "a"}, [1, 2], None]
-    (folder / "units.jsonl").write_text("".join(json.dumps(one) + "\n" for one in [good, *bad]))
-    assert page_of(tmp_path, folder).says("1 unit ran on 1 device within 1.0 s")
-
-
 def test_what_plan_left(tmp_path):
     problem().save(tmp_path / "problem.json")
     page = page_of(tmp_path, tmp_path)
@@ -358,59 +224,6 @@ def test_what_cannot_be_shown(tmp_path):
     with pytest.raises(PenstockError, match="holds nothing to report on"):
         report.write_html(tmp_path / "run.html", tmp_path / "empty")
     assert not (tmp_path / "run.html").exists()
-
-
-def damaged_by(change):
-    def damage(path):
-        content = json.loads(path.read_text())
-        change(content)
-        path.write_text(json.dumps(content))
-
-    return damage
-
-
-DAMAGES = {
-    "cut short": lambda path: path.write_text(path.read_text()[:-50]),
-    "not text": lambda path: path.write_bytes(b"\xff\x00" * 40),
-    "empty": lambda path: path.write_text(""),
-    "another format": damaged_by(lambda content: content.update(format=2)),
-    "a number without end": lambda path: path.write_text(
-        re.sub(r'"points":\[\[[^,]+,', '"points":[[1e999,', path.read_text(), count=1)
-    ),
-    "a part missing": damaged_by(lambda content: content["parts"][0].pop("section")),
-    "a trace elsewhere": damaged_by(lambda content: content["parts"][0].update(trace="../../etc/passwd")),
-    "a kind that leads elsewhere": damaged_by(
-        lambda content: content["parts"][0]["section"].update(kind="../../elsewhere")
-    ),
-    "a colour of its own": damaged_by(
-        lambda content: content["parts"][0]["section"]["charts"][0]["series"][0].update(colour='c0" onload="x')
-    ),
-    "too many points": damaged_by(
-        lambda content: content["parts"][0]["section"]["charts"][0]["series"][0].update(points=[[0, 0]] * 2000)
-    ),
-    "a short line": damaged_by(lambda content: content["parts"][0]["section"]["tables"][0]["lines"].append(["x"])),
-    "a group that is not there": damaged_by(
-        lambda content: content["parts"][1]["section"]["charts"][0]["rows"][0].update(bars=[[0, 1, 99]])
-    ),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
-def test_a_damaged_file_is_one_clear_error(tmp_path, damage):
-    path = report.save(tmp_path / "kept", planned(), Account())
-    damage(path)
-    with pytest.raises(PenstockError, match=r"report\.json cannot be read as a saved report: .*report\.save") as raised:
-        report.write_html(tmp_path / "run.html", tmp_path / "kept")
-    assert len(str(raised.value)) < 700
-    assert not (tmp_path / "run.html").exists()
-
-
-def test_a_saved_file_that_is_too_large_is_not_read(tmp_path):
-    path = report.save(tmp_path, planned())
-    with path.open("r+b") as file:
-        file.truncate(2**31)
-    with pytest.raises(PenstockError, match="2,147,483,648 bytes"):
-        report.write_html(tmp_path / "run.html", tmp_path)
 
 
 def test_a_real_budget(tmp_path):

@@ -8,5 +8,5 @@
 
 from penstock.advisor._advice import Advice as Advice
 from penstock.advisor._advice import Option as Option
-from penstock.advisor._choose import choose as choose
+from penstock.advisor._advice import choose as choose
 from penstock.advisor._run import advise as advise

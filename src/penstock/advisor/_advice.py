@@ -1,8 +1,14 @@
-"""The result of `advise`: options with their costs, as a table and as code."""
+"""The result of `advise`: options with their costs, as a table and as code, and the choice between them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.arguments import checked
 from penstock.units import format_bytes
+
+_AS_FAST = 1.03
+"""Factor within which options count as equally fast, since measurements are not more precise than that."""
+_SIMPLEST = ("plain", "checkpoint", "offload", "remat", "training")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,23 +58,23 @@ class Advice:
         for option in self.options:
             if option.name == self.best_name:
                 return option
-        reasons = "; ".join(f"{one.name}: {one.reason}" for one in self.options)
+        reasons = "; ".join(f"{option.name}: {option.reason}" for option in self.options)
         least = "" if self.smallest_bytes is None else f" {self._least()}"
         raise ValueError(f"no option trains this step within {_shown(self.budget_bytes)}. {reasons}.{least}")
 
     def explain(self) -> str:
         """Return a table of the options, why some are refused, further remarks, and the code of the best option."""
         lines = [f"budget {_shown(self.budget_bytes)}, plain PyTorch's peak {_shown(self.plain_peak_bytes)}"]
-        width, reasons = max(len(one.name) for one in self.options), dict[str, list[str]]()
-        for one in self.options:
-            mark = "*" if one.name == self.best_name else " "
-            peak = "unknown" if one.peak_bytes is None else format_bytes(one.peak_bytes)
-            ratio = "unknown" if one.ratio is None else f"{one.ratio:.2f}"
-            how = "measured" if one.is_measured else "predicted"
-            outcome = "refused" if one.is_refused else how
-            lines.append(f"{mark} {one.name:<{width}}  peak {peak:>10}  step {ratio:>7} of plain  {outcome}")
-            if one.is_refused:
-                reasons.setdefault(one.reason, []).append(one.name)
+        width, reasons = max(len(option.name) for option in self.options), dict[str, list[str]]()
+        for option in self.options:
+            mark = "*" if option.name == self.best_name else " "
+            peak = "unknown" if option.peak_bytes is None else format_bytes(option.peak_bytes)
+            ratio = "unknown" if option.ratio is None else f"{option.ratio:.2f}"
+            how = "measured" if option.is_measured else "predicted"
+            outcome = "refused" if option.is_refused else how
+            lines.append(f"{mark} {option.name:<{width}}  peak {peak:>10}  step {ratio:>7} of plain  {outcome}")
+            if option.is_refused:
+                reasons.setdefault(option.reason, []).append(option.name)
         if not self.plain_is_measured:
             lines.append("plain PyTorch did not run: ratios are to the sum of its operators' times")
         lines += [f"{', '.join(names)} refused: {reason}" for reason, names in reasons.items()]
@@ -87,3 +93,23 @@ class Advice:
 
 def _shown(size_bytes: int | None) -> str:
     return "none" if size_bytes is None else format_bytes(size_bytes)
+
+
+@checked("penstock.advisor.choose(advice.options)")
+def choose(options: Sequence[Option]) -> Option | None:
+    """Return the fastest option that is not refused; among equally fast ones the simplest, then the lowest peak.
+
+    Options without a ratio come last. Returns ``None`` if all are refused.
+    """
+    taken = [option for option in options if not option.is_refused]
+    if not taken:
+        return None
+    known = [option for option in taken if option.ratio is not None] or taken
+    fastest = min(option.ratio or 0.0 for option in known)
+    as_fast = [option for option in known if (option.ratio or 0.0) <= _AS_FAST * fastest]
+    return min(as_fast, key=_effort)
+
+
+def _effort(option: Option) -> tuple[int, int]:
+    rank = _SIMPLEST.index(option.name) if option.name in _SIMPLEST else len(_SIMPLEST)
+    return rank, option.peak_bytes or 0

@@ -10,22 +10,22 @@ from torch.utils import _pytree as pytree
 
 from penstock import fleet
 from penstock.advisor._advice import Option
-from penstock.advisor._task import Task
 from penstock.advisor._trial import first_line
 from penstock.advisor._ways import Limits, quiet
+from penstock.advisor._workload import Workload
 
 _NUM_STEPS = 4
 _NAME = "fleet"
 
 
-def fleet_of_one(task: Task, limits: Limits, plain_s: float | None) -> Option:
+def fleet_of_one(workload: Workload, limits: Limits, plain_s: float | None) -> Option:
     """Train copies of the model for some steps; refuse if the model cannot be cut, or a part does not fit."""
     peak_bytes, seconds, reason = None, None, ""
     try:
-        job = _job(task)
+        job = _job(workload)
         with quiet():
             checked, timed = (
-                fleet.run([job], [str(task.device)], limits.alone(), progress=None, verify=verify)
+                fleet.run([job], [str(workload.device)], limits.alone(), progress=None, verify=verify)
                 for verify in (True, False)  # measuring peaks takes time, so the second run does not
             )
         error = checked["advice"].error or timed["advice"].error
@@ -42,22 +42,22 @@ def fleet_of_one(task: Task, limits: Limits, plain_s: float | None) -> Option:
         peak_bytes=None if reason else peak_bytes,
         ratio=seconds / plain_s if not reason and plain_s and seconds else None,
         is_measured=not reason,
-        code=_code(task, limits),
+        code=_code(workload, limits),
     )
 
 
-def _job(task: Task) -> fleet.Job:
-    on_cpu = {id(one): _copy_on_cpu(one) for one in (*task.model.parameters(), *task.model.buffers())}
-    model = copy.deepcopy(task.model, on_cpu)
-    if task.evaluates:
+def _job(workload: Workload) -> fleet.Job:
+    on_cpu = {id(tensor): _copy_on_cpu(tensor) for tensor in (*workload.model.parameters(), *workload.model.buffers())}
+    model = copy.deepcopy(workload.model, on_cpu)
+    if workload.evaluates:
         model.train()
-    batch = pytree.tree_map(lambda one: one.to("cpu") if isinstance(one, torch.Tensor) else one, task.batch)
+    batch = pytree.tree_map(lambda leaf: leaf.to("cpu") if isinstance(leaf, torch.Tensor) else leaf, workload.batch)
     return fleet.Job(
         name="advice",
         model=lambda: copy.deepcopy(model),
         data=lambda: [batch] * _NUM_STEPS,
-        loss=task.call,
-        optimizer=lambda parameters: optimizer_like(task.optimizer, parameters),
+        loss=workload.call,
+        optimizer=lambda parameters: optimizer_like(workload.optimizer, parameters),
         steps=_NUM_STEPS,
     )
 
@@ -79,25 +79,25 @@ def _options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:  # any: eac
     return {name: value for name, value in optimizer.defaults.items() if name in known}
 
 
-def _code(task: Task, limits: Limits) -> str:
-    made, imports = "torch.optim.SGD(parameters, lr=0.1)", ""
-    if task.optimizer is not None:
-        module, name = type(task.optimizer).__module__, type(task.optimizer).__name__
-        options = ", ".join(f"{key}={value!r}" for key, value in _options_of(task.optimizer).items())
+def _code(workload: Workload, limits: Limits) -> str:
+    optimizer, imports = "torch.optim.SGD(parameters, lr=0.1)", ""
+    if workload.optimizer is not None:
+        module, name = type(workload.optimizer).__module__, type(workload.optimizer).__name__
+        options = ", ".join(f"{key}={value!r}" for key, value in _options_of(workload.optimizer).items())
         is_pytorchs = module.startswith("torch.optim.")
-        made = f"{'torch.optim.' if is_pytorchs else ''}{name}(parameters, {options})"
+        optimizer = f"{'torch.optim.' if is_pytorchs else ''}{name}(parameters, {options})"
         imports = "" if is_pytorchs else f"from {module} import {name}\n"
     return (
         f"import copy\n\nimport penstock\nimport torch\n{imports}\n"
-        f"{task.preparation}model.cpu()\n"
+        f"{workload.preparation}model.cpu()\n"
         "job = penstock.fleet.Job(\n"
         '    name="model",\n'
         "    model=lambda: copy.deepcopy(model),\n"
         "    data=lambda: batches,\n"
-        f"    loss=lambda model, batch: {task.expression},\n"
-        f"    optimizer=lambda parameters: {made},\n"
+        f"    loss=lambda model, batch: {workload.expression},\n"
+        f"    optimizer=lambda parameters: {optimizer},\n"
         "    epochs=1,\n"
         ")\n"
-        f'results = penstock.fleet.run([job], ["{task.device}"], {limits.spelled})\n'
+        f'results = penstock.fleet.run([job], ["{workload.device}"], {limits.spelled})\n'
         'model = results["model"].model()\n'
     )

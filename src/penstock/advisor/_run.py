@@ -8,13 +8,12 @@ import torch
 from torch import nn
 
 from penstock import remat
-from penstock.advisor._advice import Advice, Option
-from penstock.advisor._choose import choose
+from penstock.advisor._advice import Advice, Option, choose
 from penstock.advisor._fleet import fleet_of_one
-from penstock.advisor._task import Batch, Loss, Task
 from penstock.advisor._trial import Progress, Trial, first_line, plain_can_run, try_all
 from penstock.advisor._ways import Limits, Way, quiet, ways_for
 from penstock.advisor._whole import training_of_all
+from penstock.advisor._workload import Batch, Loss, Workload
 from penstock.arguments import checked
 from penstock.errors import PenstockError
 from penstock.probe import can_record, peak_bytes
@@ -70,33 +69,35 @@ def advise(
     account = _account(budget, host, disk)
     if not can_record("cpu"):
         raise PenstockError("a PyTorch profiler is running, so no peak can be measured; call advise outside of it")
-    task = Task(model, batch, loss, optimizer)
+    workload = Workload(model, batch, loss, optimizer)
     tell = progress or _say_nothing
     tell("capturing and profiling the step", 0, 1)
-    limits = _limits(task, account, is_shared=isinstance(budget, Budget))
-    planned, why_not = _planned(task, limits)
+    limits = _limits(workload, account, is_shared=isinstance(budget, Budget))
+    planned, why_not = _planned(workload, limits)
     plain_peak = None if planned is None else planned.plan.keep_all_peak_bytes
-    ways = ways_for(task, limits, planned)
-    if plain_peak is not None and not plain_can_run(task, plain_peak):
+    ways = ways_for(workload, limits, planned)
+    if plain_peak is not None and not plain_can_run(workload, plain_peak):
         ways = ways[1:]
-    trials = try_all(task, ways, limits=limits, rounds=rounds, progress=tell)
+    trials = try_all(workload, ways, limits=limits, rounds=rounds, progress=tell)
     plain_s = _plain_s(trials, planned)
     options = [_option(way, trials[way.name], plain_s) for way in ways]
     if planned is None:
         options.append(_refused("remat", ("remat",), why_not))
-    if all(one.is_refused for one in options):
+    if all(option.is_refused for option in options):
         tell("trying a training that offloads parameters and states", 0, 1)
-        options.append(training_of_all(task, limits, plain_s))
+        options.append(training_of_all(workload, limits, plain_s))
         tell("trying a fleet of one", 0, 1)
-        options.append(fleet_of_one(task, limits, plain_s))
+        options.append(fleet_of_one(workload, limits, plain_s))
     best, plain = choose(options), trials.get("plain", Trial())
     return Advice(
-        options=tuple(sorted(options, key=lambda one: (one is not best, one.is_refused, one.ratio or math.inf))),
+        options=tuple(
+            sorted(options, key=lambda option: (option is not best, option.is_refused, option.ratio or math.inf))
+        ),
         budget_bytes=account.device_bytes,
         plain_peak_bytes=plain_peak if plain.peak_bytes is None else plain.peak_bytes,
         plain_is_measured=plain.ratio is not None,
         smallest_bytes=None if planned is None else remat.smallest_budget_bytes(planned.problem),
-        notes=tuple(_notes(task, limits.budget)),
+        notes=tuple(_notes(workload, limits.budget)),
         best_name=None if best is None else best.name,
     )
 
@@ -113,38 +114,38 @@ def _account(budget: Size | Budget | None, host: Size | None, disk: DiskSpec) ->
     return budget
 
 
-def _limits(task: Task, account: Budget, *, is_shared: bool) -> Limits:
+def _limits(workload: Workload, account: Budget, *, is_shared: bool) -> Limits:
     """Return what others leave of the account and of the device for this step."""
-    optimizer = task.optimizer
+    optimizer = workload.optimizer
     state_bytes = 0 if optimizer is None else remat.optimizer_state_bytes(optimizer)
     is_made = optimizer is not None and bool(optimizer.state)
-    own_bytes = task.input_bytes + task.gradient_bytes + (state_bytes if is_made else 0)
+    own_bytes = workload.input_bytes + workload.gradient_bytes + (state_bytes if is_made else 0)
     gc.collect()
-    others_bytes = max(0, peak_bytes(lambda: None, device=task.device).start_bytes - own_bytes)
-    if task.device.type == "cpu":
+    others_bytes = max(0, peak_bytes(lambda: None, device=workload.device).start_bytes - own_bytes)
+    if workload.device.type == "cpu":
         others_bytes = max(0, others_bytes - account.held_bytes("host"))
     device_bytes, standing_bytes = account.device_bytes, 0
     left = None
     if device_bytes is not None:
         left = max(1, device_bytes - account.beside_bytes())
-        own = Footprint(tensors=dict.fromkeys(map(id, task.model.parameters()), 0))
+        own = Footprint(tensors=dict.fromkeys(map(id, workload.model.parameters()), 0))
         standing_bytes = left - (account.step_room_bytes(own) or 0)
     return Limits(
         budget=account.alone(device=left, host=account.room_bytes("host")),
         spelled="budget" if is_shared else _spelled(account),
         reserve_bytes=others_bytes,
         unaccounted_bytes=max(0, others_bytes - standing_bytes),
-        extra_bytes=task.set_aside_bytes - (0 if is_made else state_bytes),
+        extra_bytes=workload.set_aside_bytes - (0 if is_made else state_bytes),
     )
 
 
-def _planned(task: Task, limits: Limits) -> tuple[remat.Planned | None, str]:
+def _planned(workload: Workload, limits: Limits) -> tuple[remat.Planned | None, str]:
     """Return the profile of the step, or the reason why there is none."""
     try:
-        with task.left_as_found(), quiet():
+        with workload.left_as_found(), quiet():
             step = remat.optimize(
-                task.loss_of, [task.batch], limits.budget.alone(device=None, host=limits.budget.host_bytes),
-                optimizer=task.optimizer, reserve=limits.reserve_bytes, fullgraph=True,
+                workload.loss_of, [workload.batch], limits.budget.alone(device=None, host=limits.budget.host_bytes),
+                optimizer=workload.optimizer, reserve=limits.reserve_bytes, fullgraph=True,
             )  # fmt: skip
             return step.plan, ""
     except Exception as error:  # whatever capturing raises, the step cannot be planned
@@ -175,18 +176,20 @@ def _refused(name: str, rooms: tuple[str, ...], reason: str) -> Option:
     )
 
 
-def _notes(task: Task, budget: Budget) -> Iterator[str]:
+def _notes(workload: Workload, budget: Budget) -> Iterator[str]:
     limit = budget.device_bytes
-    modes = {one.training for one in task.model.modules()}
+    modes = {module.training for module in workload.model.modules()}
     if len(modes) > 1:
         yield "some modules are in evaluation mode, and were tried in it; model.train() sets all to training mode"
-    if limit is not None and task.batch_bytes > _LARGE_BATCH_SHARE * limit:
+    if limit is not None and workload.batch_bytes > _LARGE_BATCH_SHARE * limit:
         yield (
-            f"the batch alone takes {format_bytes(task.batch_bytes)} of {format_bytes(limit)}: if it holds the "
+            f"the batch alone takes {format_bytes(workload.batch_bytes)} of {format_bytes(limit)}: if it holds the "
             "features of a graph, penstock.unified.TieredFeatures reads only the rows of a mini-batch instead"
         )
-    layers = {type(one) for one in task.model.modules() if type(one).__module__.startswith("torch_geometric.")}
-    for name in sorted({one.__name__ for one in layers} & set(_LAYERS)):
+    layers = {
+        type(module) for module in workload.model.modules() if type(module).__module__.startswith("torch_geometric.")
+    }
+    for name in sorted({layer.__name__ for layer in layers} & set(_LAYERS)):
         yield (
             f"{name} is a layer of PyG; penstock.relational.{_LAYERS[name]} takes the same arguments and copies "
             "nothing per edge"
@@ -195,9 +198,9 @@ def _notes(task: Task, budget: Budget) -> Iterator[str]:
 
 def _spelled(budget: Budget) -> str:
     sizes = [("device", budget.device_bytes), ("host", budget.host_bytes)]
-    given = [f"{name}={_exactly(size)}" for name, size in sizes if size is not None]
+    arguments = [f"{name}={_exactly(size)}" for name, size in sizes if size is not None]
     disk = {str(path): limit for path, limit in budget.disk_bytes.items()}
-    return f"penstock.tiers.Budget({', '.join(given + ([f'disk={disk}'] if disk else []))})"
+    return f"penstock.tiers.Budget({', '.join(arguments + ([f'disk={disk}'] if disk else []))})"
 
 
 def _exactly(size_bytes: int) -> str:

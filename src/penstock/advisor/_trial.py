@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from penstock.advisor._task import Task
 from penstock.advisor._ways import Limits, Running, Way, quiet
+from penstock.advisor._workload import Workload
 from penstock.devices import backend_of
 from penstock.probe import in_rounds, peak_bytes
 from penstock.units import format_bytes
@@ -35,7 +35,9 @@ class Trial:
     """Whether it was given up while it was timed."""
 
 
-def try_all(task: Task, ways: Sequence[Way], *, limits: Limits, rounds: int, progress: Progress) -> dict[str, Trial]:
+def try_all(
+    workload: Workload, ways: Sequence[Way], *, limits: Limits, rounds: int, progress: Progress
+) -> dict[str, Trial]:
     """Try the options one after the other, and time them in rounds.
 
     An option whose peak is above the limit is not timed. Plain PyTorch is timed in any case, since all are compared to
@@ -44,19 +46,19 @@ def try_all(task: Task, ways: Sequence[Way], *, limits: Limits, rounds: int, pro
     trials: dict[str, Trial] = {}
     limit_bytes = limits.budget.device_bytes
     total = len(ways) * (1 + rounds)
-    with task.left_as_found(), quiet(), contextlib.ExitStack() as stack:
+    with workload.left_as_found(), quiet(), contextlib.ExitStack() as stack:
         running: dict[str, Running] = {}
-        before_bytes = _held_bytes(task)
+        before_bytes = _held_bytes(workload)
         for number, way in enumerate(ways):
             progress(f"trying {way.name}", number, total)
             try:
-                task.drop_gradients()
-                extra_bytes = limits.extra_bytes + _held_bytes(task) - before_bytes  # others may still hold memory
-                found = way.begin(extra_bytes)
-                stack.callback(found.close)
+                workload.drop_gradients()
+                extra_bytes = limits.extra_bytes + _held_bytes(workload) - before_bytes  # others may still hold memory
+                attempt = way.begin(extra_bytes)
+                stack.callback(attempt.close)
                 for _ in range(way.num_warm):
-                    found.step()
-                measured = peak_bytes(found.step, device=task.device).peak_bytes - extra_bytes
+                    attempt.step()
+                measured = peak_bytes(attempt.step, device=workload.device).peak_bytes - extra_bytes
             except Exception as error:  # a model may raise anything: this option does not work with it
                 trials[way.name] = Trial(reason=first_line(error))
                 continue
@@ -66,19 +68,19 @@ def try_all(task: Task, ways: Sequence[Way], *, limits: Limits, rounds: int, pro
                 peak_bytes=measured,
             )
             if not is_above or way.name == "plain":
-                running[way.name] = found
-        timed = _in_turn(task, running, rounds, trials, lambda done: progress("timing", len(ways) + done, total))
+                running[way.name] = attempt
+        timed = _in_turn(workload, running, rounds, trials, lambda done: progress("timing", len(ways) + done, total))
     for name, seconds in timed.items():
         trials[name] = _timed(trials[name], seconds, timed.get("plain"))
     return trials
 
 
-def plain_can_run(task: Task, peak: int) -> bool:
+def plain_can_run(workload: Workload, peak: int) -> bool:
     """Return whether there is memory for a plain step at all, whatever the budget is."""
-    backend = backend_of(task.device)
+    backend = backend_of(workload.device)
     free_bytes, _ = backend.memory_bytes()
     if backend.allocator is None:
-        return peak - _held_bytes(task) < 0.9 * free_bytes
+        return peak - _held_bytes(workload) < 0.9 * free_bytes
     return peak < 0.95 * (free_bytes + backend.allocator.reserved_bytes())
 
 
@@ -87,13 +89,17 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def _held_bytes(task: Task) -> int:
+def _held_bytes(workload: Workload) -> int:
     gc.collect()
-    return peak_bytes(lambda: None, device=task.device).start_bytes
+    return peak_bytes(lambda: None, device=workload.device).start_bytes
 
 
 def _in_turn(
-    task: Task, running: Mapping[str, Running], rounds: int, trials: dict[str, Trial], tell: Callable[[int], None]
+    workload: Workload,
+    running: Mapping[str, Running],
+    rounds: int,
+    trials: dict[str, Trial],
+    tell: Callable[[int], None],
 ) -> dict[str, list[float]]:
     """Return the step times of the options that run to the end; an option that raises is given up."""
 
@@ -111,10 +117,10 @@ def _in_turn(
 
     tell(0)
     ways = {name: functools.partial(step, name) for name in running}
-    seconds = in_rounds(ways, rounds=rounds, device=str(task.device), least_s=LEAST_S, after_round=told)
-    return {name: found for name, found in seconds.items() if not trials[name].step_failed}
+    seconds = in_rounds(ways, rounds=rounds, device=str(workload.device), least_s=LEAST_S, after_round=told)
+    return {name: measured for name, measured in seconds.items() if not trials[name].step_failed}
 
 
 def _timed(trial: Trial, seconds: list[float], plain: list[float] | None) -> Trial:
-    ratio = median(one / other for one, other in zip(seconds, plain, strict=True)) if plain else None
+    ratio = median(own_s / plain_s for own_s, plain_s in zip(seconds, plain, strict=True)) if plain else None
     return replace(trial, ratio=ratio, step_s=median(seconds))

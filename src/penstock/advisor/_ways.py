@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock import offload, remat
-from penstock.advisor._task import Task
+from penstock.advisor._workload import Workload
 from penstock.errors import BudgetError, OffloadDeclinedWarning, PenstockError, PenstockWarning
 from penstock.tiers import Budget
 from penstock.units import format_bytes
@@ -76,22 +76,22 @@ class Limits:
         return self.budget.alone(device=device, host=self.budget.host_bytes)
 
 
-def ways_for(task: Task, limits: Limits, planned: remat.Planned | None) -> list[Way]:
+def ways_for(workload: Workload, limits: Limits, planned: remat.Planned | None) -> list[Way]:
     """Return the options that may be tried; ``planned`` is the profile, if the step is one graph."""
     budget = limits.budget
-    blocks = blocks_of(task.model)
-    ways = [_plain(task)]
+    blocks = blocks_of(workload.model)
+    ways = [_plain(workload)]
     if blocks:
-        ways.append(_checkpoint(task, blocks))
-    has_tiers = budget.leads_below(task.device)
+        ways.append(_checkpoint(workload, blocks))
+    has_tiers = budget.leads_below(workload.device)
     if has_tiers:
-        ways.append(_offload(task, limits, []))
+        ways.append(_offload(workload, limits, []))
         if blocks:
-            ways.append(_offload(task, limits, blocks))
+            ways.append(_offload(workload, limits, blocks))
     if planned is not None:
-        ways.append(_remat(task, limits, planned, "recompute"))
+        ways.append(_remat(workload, limits, planned, "recompute"))
         if has_tiers:
-            ways.append(_remat(task, limits, planned, "hybrid"))
+            ways.append(_remat(workload, limits, planned, "hybrid"))
     return ways
 
 
@@ -102,12 +102,12 @@ def blocks_of(model: nn.Module) -> list[str]:
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < LEAST_BLOCKS:
             continue
-        if len({type(one) for one in module}) > 1 or not any(True for one in module for _ in one.children()):
+        if len({type(child) for child in module}) > 1 or not any(True for child in module for _ in child.children()):
             continue  # modules of several classes, or single layers
-        size = sum(one.numel() for one in module.parameters())
+        size = sum(parameter.numel() for parameter in module.parameters())
         if size > most_parameters:
             most_parameters = size
-            most = [f"{name}.{at}" if name else str(at) for at in range(len(module))]
+            most = [f"{name}.{index}" if name else str(index) for index in range(len(module))]
     return most
 
 
@@ -124,33 +124,35 @@ def checkpointed(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
             finally:
                 getattr(owner, f"{kind}_disable")()
         return
-    modules = dict.fromkeys(model.get_submodule(one) for one in blocks)
-    found = {one: vars(one).get("forward") for one in modules}
-    for one in modules:
-        one.forward = functools.partial(checkpoint, one.forward, use_reentrant=False)  # type: ignore[method-assign]
+    modules = dict.fromkeys(model.get_submodule(block) for block in blocks)
+    forwards = {module: vars(module).get("forward") for module in modules}
+    for module in modules:
+        module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for one, forward in found.items():
-            del one.forward  # the class has its own again
+        for module, forward in forwards.items():
+            del module.forward  # the class has its own again
             if forward is not None:
-                one.forward = forward
+                module.forward = forward
 
 
 @contextlib.contextmanager
 def _left_alone(owner: nn.Module) -> Iterator[None]:
     """Restore attributes and hooks after the block, since any that are left would make planned steps captured anew."""
-    attributes = {one: dict(vars(one)) for one in owner.modules()}
-    hooks = [(value, dict(value)) for one in attributes.values() for value in one.values() if isinstance(value, dict)]
+    attributes = {part: dict(vars(part)) for part in owner.modules()}
+    hooks = [
+        (value, dict(value)) for before in attributes.values() for value in before.values() if isinstance(value, dict)
+    ]
     try:
         yield
     finally:
-        for one, before in attributes.items():
-            vars(one).clear()
-            vars(one).update(before)
-        for found, before in hooks:
-            found.clear()
-            found.update(before)
+        for part, before in attributes.items():
+            vars(part).clear()
+            vars(part).update(before)
+        for hook, before in hooks:
+            hook.clear()
+            hook.update(before)
 
 
 def _with_own_checkpointing(model: nn.Module) -> str | None:
@@ -160,7 +162,7 @@ def _with_own_checkpointing(model: nn.Module) -> str | None:
     """
     for name, module in model.named_modules():
         if getattr(module, "supports_gradient_checkpointing", False):
-            is_on = any(getattr(one, "gradient_checkpointing", False) for one in module.modules())
+            is_on = any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
             return None if is_on else name
     return None
 
@@ -171,35 +173,35 @@ def _kind(owner: nn.Module) -> str:
     return "activation_checkpointing" if is_new else "gradient_checkpointing"
 
 
-def _plain(task: Task) -> Way:
-    code = f"{task.preparation}for batch in batches:\n    {task.expression}.backward()\n{_UPDATE}"
-    return Way(name="plain", rooms=(), begin=lambda _: Running(task.step), code=code)
+def _plain(workload: Workload) -> Way:
+    code = f"{workload.preparation}for batch in batches:\n    {workload.expression}.backward()\n{_UPDATE}"
+    return Way(name="plain", rooms=(), begin=lambda _: Running(workload.step), code=code)
 
 
-def _checkpoint(task: Task, blocks: Sequence[str]) -> Way:
+def _checkpoint(workload: Workload, blocks: Sequence[str]) -> Way:
     def begin(_: int) -> Running:
         def step() -> None:
-            with checkpointed(task.model, blocks):
-                task.step()
+            with checkpointed(workload.model, blocks):
+                workload.step()
 
         return Running(step)
 
-    loop = f"for batch in batches:\n    {task.expression}.backward()\n{_UPDATE}"
-    code = f"{_checkpoint_code(task.model, blocks)}{task.preparation}{loop}"
+    loop = f"for batch in batches:\n    {workload.expression}.backward()\n{_UPDATE}"
+    code = f"{_checkpoint_code(workload.model, blocks)}{workload.preparation}{loop}"
     return Way(name="checkpoint", rooms=(), begin=begin, code=code)
 
 
-def _offload(task: Task, limits: Limits, blocks: Sequence[str]) -> Way:
+def _offload(workload: Workload, limits: Limits, blocks: Sequence[str]) -> Way:
     def begin(extra_bytes: int) -> Running:
         account = limits.alone(extra_bytes)  # the offloader measures, so it gets the extra bytes
-        offloader = offload.activations(task.model, budget=account, checkpoint_inputs_only=bool(blocks))
+        offloader = offload.activations(workload.model, budget=account, checkpoint_inputs_only=bool(blocks))
 
         def step() -> None:
             with contextlib.ExitStack() as stack:
                 if blocks:
-                    stack.enter_context(checkpointed(task.model, blocks))
+                    stack.enter_context(checkpointed(workload.model, blocks))
                 stack.enter_context(offloader)
-                task.step()
+                workload.step()
             if offloader.statistics().declined:
                 raise PenstockError(offloader.statistics().declined)
 
@@ -207,31 +209,32 @@ def _offload(task: Task, limits: Limits, blocks: Sequence[str]) -> Way:
 
     inputs_only = ", checkpoint_inputs_only=True" if blocks else ""
     code = (
-        f"import penstock\n\n{_checkpoint_code(task.model, blocks) if blocks else ''}"
+        f"import penstock\n\n{_checkpoint_code(workload.model, blocks) if blocks else ''}"
         f"offloader = penstock.offload.activations(model, budget={limits.spelled}{inputs_only})\n"
-        f"{task.preparation}for batch in batches:\n    with offloader:\n        {task.expression}.backward()\n{_UPDATE}"
+        f"{workload.preparation}for batch in batches:\n"
+        f"    with offloader:\n        {workload.expression}.backward()\n{_UPDATE}"
     )
     name = "checkpoint + offload" if blocks else "offload"
     return Way(name=name, rooms=("offload",), begin=begin, code=code, num_warm=4)
 
 
-def _remat(task: Task, limits: Limits, planned: remat.Planned, method: remat.Method) -> Way:
+def _remat(workload: Workload, limits: Limits, planned: remat.Planned, method: remat.Method) -> Way:
     def begin(_: int) -> Running:
         step = remat.optimize(
-            task.loss_of, [task.batch], limits.alone(), optimizer=task.optimizer, reserve=limits.reserve_bytes,
-            method=method, profile=planned.problem,
+            workload.loss_of, [workload.batch], limits.alone(), optimizer=workload.optimizer,
+            reserve=limits.reserve_bytes, method=method, profile=planned.problem,
         )  # fmt: skip
-        return Running(lambda: step(task.batch).backward(), step.close)
+        return Running(lambda: step(workload.batch).backward(), step.close)
 
     method_code = ', method="recompute"' if method == "recompute" else ""
-    optimizer = ", optimizer=optimizer" if task.optimizer is not None else ""
+    optimizer = ", optimizer=optimizer" if workload.optimizer is not None else ""
     reserve = f", reserve={limits.unaccounted_bytes}" if limits.unaccounted_bytes else ""
     code = (
-        f"import penstock\n\n{task.preparation}"
+        f"import penstock\n\n{workload.preparation}"
         "step = None\n"
         "for batch in batches:\n"
         "    step = step or penstock.remat.optimize(\n"
-        f"        lambda batch: {task.expression}, [batch], {limits.spelled}{optimizer}{reserve}{method_code}\n"
+        f"        lambda batch: {workload.expression}, [batch], {limits.spelled}{optimizer}{reserve}{method_code}\n"
         "    )\n"
         f"    step(batch).backward()\n{_UPDATE}"
     )
@@ -259,6 +262,6 @@ def _checkpoint_code(model: nn.Module, blocks: Sequence[str]) -> str:
 def quiet() -> Iterator[None]:
     """Suppress warnings during trials that users get when they train."""
     with warnings.catch_warnings():
-        for one in (OffloadDeclinedWarning, PenstockWarning):
-            warnings.simplefilter("ignore", one)
+        for category in (OffloadDeclinedWarning, PenstockWarning):
+            warnings.simplefilter("ignore", category)
         yield

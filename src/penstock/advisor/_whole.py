@@ -10,9 +10,9 @@ from torch import nn
 from penstock import offload
 from penstock.advisor._advice import Option
 from penstock.advisor._fleet import optimizer_like
-from penstock.advisor._task import Task
 from penstock.advisor._trial import first_line
 from penstock.advisor._ways import Limits, quiet
+from penstock.advisor._workload import Workload
 from penstock.probe import held_bytes
 
 NAME = "training"
@@ -21,21 +21,21 @@ _NUM_WARM = 3
 _NUM_TIMED = 3
 
 
-def training_of_all(task: Task, limits: Limits, plain_s: float | None) -> Option:
+def training_of_all(workload: Workload, limits: Limits, plain_s: float | None) -> Option:
     """Train a copy of the model for some steps; refuse the option if an operator or the tiers below have no room."""
     peak_bytes, seconds, reason, beside_bytes = None, None, "", 0
     try:
-        with task.left_as_found(), quiet():
+        with workload.left_as_found(), quiet():
             gc.collect()  # the model itself stays, and so does what other options left
-            beside_bytes = max(0, held_bytes(task.device) - limits.reserve_bytes - task.batch_bytes)
+            beside_bytes = max(0, held_bytes(workload.device) - limits.reserve_bytes - workload.batch_bytes)
             training = offload.training(
-                lambda: _copied(task),
-                lambda parameters: optimizer_like(task.optimizer, list(parameters)),
+                lambda: _copied(workload),
+                lambda parameters: optimizer_like(workload.optimizer, list(parameters)),
                 limits.alone(beside_bytes),
-                device=task.device,
+                device=workload.device,
             )
             try:
-                times = [_timed_step(task, training) for _ in range(_NUM_WARM + _NUM_TIMED)]
+                times = [_timed_step(workload, training) for _ in range(_NUM_WARM + _NUM_TIMED)]
                 seconds, peak_bytes = median(times[_NUM_WARM:]), training.statistics().measured_peak_bytes
             finally:
                 training.close(discard=True)
@@ -49,21 +49,21 @@ def training_of_all(task: Task, limits: Limits, plain_s: float | None) -> Option
         peak_bytes=None if peak_bytes is None else max(0, peak_bytes - beside_bytes),
         ratio=seconds / plain_s if not reason and plain_s and seconds else None,
         is_measured=not reason,
-        code=_code(task, limits),
+        code=_code(workload, limits),
     )
 
 
-def _copied(task: Task) -> nn.Module:
-    model = copy.deepcopy(task.model)
-    for one in model.parameters():
-        one.grad = None
+def _copied(workload: Workload) -> nn.Module:
+    model = copy.deepcopy(workload.model)
+    for parameter in model.parameters():
+        parameter.grad = None
     return model
 
 
-def _timed_step(task: Task, training: offload.Training) -> float:
+def _timed_step(workload: Workload, training: offload.Training) -> float:
     start_s = time.perf_counter()
     with training:
-        loss = task.call(training.model, task.batch)
+        loss = workload.call(training.model, workload.batch)
         loss.backward()  # type: ignore[no-untyped-call]
         training.optimizer.step()
         training.optimizer.zero_grad()
@@ -71,15 +71,15 @@ def _timed_step(task: Task, training: offload.Training) -> float:
     return time.perf_counter() - start_s
 
 
-def _code(task: Task, limits: Limits) -> str:
-    made = "" if task.optimizer is not None else "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+def _code(workload: Workload, limits: Limits) -> str:
+    optimizer = "" if workload.optimizer is not None else "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
     return (
-        f"import penstock\n{'import torch' if made else ''}\n"
-        f"{task.preparation}{made}"
+        f"import penstock\n{'import torch' if optimizer else ''}\n"
+        f"{workload.preparation}{optimizer}"
         f"training = penstock.offload.training(model, optimizer, {limits.spelled})\n"
         "for batch in batches:\n"
         "    with training:\n"
-        f"        {task.expression}.backward()\n"
+        f"        {workload.expression}.backward()\n"
         "        optimizer.step()\n"
         "        optimizer.zero_grad()\n"
         'training.save("trained")\n'

@@ -52,7 +52,7 @@ def answer(target: str, budget: int, host: int | None, disk: Path | None, rounds
         subject.model, subject.batch, budget, loss=subject.loss, optimizer=subject.optimizer, host=host, disk=disk,
         rounds=rounds, progress=progress,
     )  # fmt: skip
-    fits = any(not one.is_refused for one in advice.options)
+    fits = any(not option.is_refused for option in advice.options)
     return Answer(
         data={
             "budget_bytes": budget,
@@ -60,7 +60,7 @@ def answer(target: str, budget: int, host: int | None, disk: Path | None, rounds
             "smallest_bytes": advice.smallest_bytes,
             "plain_peak_bytes": advice.plain_peak_bytes,
             "notes": advice.notes,
-            "options": [{name: getattr(one, name) for name in _FIELDS} for one in advice.options],
+            "options": [{name: getattr(option, name) for name in _FIELDS} for option in advice.options],
         },
         show=lambda console: _show(advice.explain(), console),
         exit_code=ExitCode.GOOD if fits else ExitCode.NO_BUDGET,

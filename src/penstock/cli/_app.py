@@ -8,7 +8,7 @@ import typer
 from penstock._version import __version__
 from penstock.cli._answer import Answer
 from penstock.cli._bench_names import benchmark_names
-from penstock.cli._choices import Device, MachineName, PlanMethod
+from penstock.cli._choices import DeviceChoice, MachineName, PlanMethod
 from penstock.cli._command import DEBUG, command, size
 from penstock.cli._fleet_app import fleet_app
 from penstock.cli._paths import FOLDER, OUTPUT, PROBED, SPILLS
@@ -180,7 +180,7 @@ def bench(
     quick: Annotated[
         bool, typer.Option("--quick", help="Use small sizes and few rounds, to check that it runs.")
     ] = False,
-    device: Annotated[Device, typer.Option(help="Device to compute on.")] = Device.CPU,
+    device: Annotated[DeviceChoice, typer.Option(help="Device to compute on.")] = DeviceChoice.CPU,
     disk: Annotated[Path, typer.Option(help="Directory to offload to."), SPILLS] = Path("."),
     out: Annotated[
         Path | None, typer.Option(help="Folder to write one JSON file per benchmark to.", show_default=False), FOLDER

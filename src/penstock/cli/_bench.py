@@ -16,6 +16,7 @@ from penstock.cli._answer import Answer, as_json
 from penstock.cli._bench_names import STEP, Benchmark, benchmarks
 from penstock.cli._fault import Misuse
 from penstock.cli._progress import Steps
+from penstock.cli._tables import print_table
 from penstock.errors import PenstockError
 
 _NUM_LAST_LINES = 3
@@ -27,13 +28,15 @@ def listed() -> Answer:
 
     def show(console: Console) -> None:
         table = Table("benchmark", "what it measures")
-        for one in found:
-            table.add_row(one.name, one.what)
-        console.print(table)
+        for benchmark in found:
+            table.add_row(benchmark.name, benchmark.what)
+        print_table(table, console)
         if len(found) == 1:
             console.print(_where_are_others(), highlight=False)
 
-    return Answer(data={"benchmarks": [{"name": one.name, "what": one.what} for one in found]}, show=show)
+    return Answer(
+        data={"benchmarks": [{"name": benchmark.name, "what": benchmark.what} for benchmark in found]}, show=show
+    )
 
 
 def answer(
@@ -46,22 +49,22 @@ def answer(
             f"--{next(iter(sizes)).replace('num_', '')} is of `penstock bench step`; the others have their own"
         )
     documents: dict[str, dict[str, Any]] = {}
-    for one in chosen:
-        if one.tree is not None:
-            steps.phase(f"running {one.name}")
-            documents[one.name] = _from_tree(one, one.tree, quick, device, disk)
+    for benchmark in chosen:
+        if benchmark.tree is not None:
+            steps.phase(f"running {benchmark.name}")
+            documents[benchmark.name] = _from_tree(benchmark, benchmark.tree, quick, device, disk)
         else:
             from penstock.cli import _bench_step
 
-            documents[one.name] = _bench_step.measure(quick, device, disk, sizes, steps)
+            documents[benchmark.name] = _bench_step.measure(quick, device, disk, sizes, steps)
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
-            (out / f"{one.name}.json").write_text(as_json(documents[one.name]) + "\n")
+            (out / f"{benchmark.name}.json").write_text(as_json(documents[benchmark.name]) + "\n")
     return Answer(data={"benchmarks": documents}, show=lambda console: _show(documents, out, console))
 
 
 def _chosen(names: list[str]) -> list[Benchmark]:
-    known = {one.name: one for one in benchmarks()}
+    known = {benchmark.name: benchmark for benchmark in benchmarks()}
     unknown = [name for name in names if name not in known]
     if unknown:
         others = "" if len(known) > 1 else f" {_where_are_others()}"
@@ -73,11 +76,19 @@ def _where_are_others() -> str:
     return "The others, one per claim, need the source tree: unpack the source distribution and run this inside of it."
 
 
-def _from_tree(one: Benchmark, tree: Path, quick: bool, device: str, disk: Path) -> dict[str, Any]:
+def _from_tree(benchmark: Benchmark, tree: Path, quick: bool, device: str, disk: Path) -> dict[str, Any]:
     """Run a benchmark of the source tree in its own process; its output goes to standard error."""
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
-        file = Path(folder) / f"{one.name}.json"
-        command = [sys.executable, "-m", f"benchmarks.{one.name}", "--device", device, "--disk", str(disk.resolve())]
+        file = Path(folder) / f"{benchmark.name}.json"
+        command = [
+            sys.executable,
+            "-m",
+            f"benchmarks.{benchmark.name}",
+            "--device",
+            device,
+            "--disk",
+            str(disk.resolve()),
+        ]
         command += ["--json", str(file), *(["--quick"] if quick else [])]
         paths = [str(tree / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
         with tempfile.TemporaryFile("w+") as said:
@@ -112,6 +123,6 @@ def _show(documents: Mapping[str, Mapping[str, Any]], out: Path | None, console:
                     row["unit"],
                     "" if ratio is None else f"{ratio:.3f}",
                 )
-            console.print(table)
+            print_table(table, console)
         if out is not None:
             console.print(f"wrote {out / f'{name}.json'}", highlight=False, markup=False, soft_wrap=True)

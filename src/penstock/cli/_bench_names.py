@@ -45,4 +45,4 @@ def source_tree() -> Path | None:
 
 def benchmark_names(incomplete: str) -> list[str]:
     """Complete names of benchmarks for a shell."""
-    return [one.name for one in benchmarks() if one.name.startswith(incomplete)]
+    return [benchmark.name for benchmark in benchmarks() if benchmark.name.startswith(incomplete)]

@@ -12,11 +12,12 @@ from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
 from penstock import probe, remat
 from penstock.cli._fault import Misuse
 from penstock.cli._progress import Steps
+from penstock.cli._tables import print_table
 from penstock.cli._trainer import METHODS, NUM_HEADS, Batch, Size, Trainer
 from penstock.devices import kinds
 from penstock.errors import PenstockError
@@ -37,15 +38,15 @@ def measure(quick: bool, device: str, disk: Path, given: Mapping[str, int], step
     if device not in kinds():
         raise PenstockError(f"PyTorch finds no {device} device here; --device cpu measures main memory and the disk")
     rounds = given.get("rounds", 4 if quick else 9)
-    size = Size(**{**asdict(_SIZES[device, quick]), **{key: one for key, one in given.items() if key != "rounds"}})
+    size = Size(**{**asdict(_SIZES[device, quick]), **{key: value for key, value in given.items() if key != "rounds"}})
     if size.width % NUM_HEADS:
         raise Misuse(f"a width of {size.width} does not divide into {NUM_HEADS} heads; give a multiple of them")
     trainers = _trainers(size, quick, device, disk, steps)
     try:
         rows = _rows(trainers, rounds, device, steps)
     finally:
-        for one in trainers.values():
-            one.close()
+        for trainer in trainers.values():
+            trainer.close()
     configuration = {**asdict(size), "rounds": rounds, "device": device}
     return {"machine": probe.provenance(device), "configuration": configuration, "rows": rows}
 
@@ -53,19 +54,19 @@ def measure(quick: bool, device: str, disk: Path, given: Mapping[str, int], step
 def show(document: Mapping[str, Any], console: Console) -> None:
     """Print the table."""
     found = {(row["name"], row["metric"]): row for row in document["rows"]}
-    table = Table(Column("method", no_wrap=True), "step", "95%", "activation peak", "moved out", "losses equal")
+    table = Table("method", "step time", "95% interval", "activation peak", "moved out", "losses equal")
     for name in METHODS:
         step, low, high = (found[name, metric]["value"] for metric in ("step time ratio", _LOW, _HIGH))
         peak, moved = found[name, "activation peak"], found.get((name, "moved out a step"))
         table.add_row(
             name,
-            f"{step:.3f}",
-            "" if name == PLAIN else f"{low:.3f} to {high:.3f}",
+            f"{step:.2f}",
+            "" if name == PLAIN else f"{low:.2f} to {high:.2f}",
             f"{format_bytes(peak['value'])}, {peak['ratio']:.0%}",
             "" if moved is None else format_bytes(moved["value"]),
             "" if name == PLAIN else f"{found[name, _EQUAL]['value']} of {document['configuration']['rounds']}",
         )
-    console.print(table)
+    print_table(table, console)
     given = document["configuration"]
     console.print(
         f"{given['num_layers']} layers of width {given['width']}, {given['batch']} x {given['length']} tokens on "
@@ -88,8 +89,8 @@ def _trainers(size: Size, quick: bool, device: str, disk: Path, steps: Steps) ->
     trainers = {
         name: Trainer(name, size, device=device, **({**tiers, **eager} if name == OFFLOAD else {})) for name in METHODS
     }
-    for one in trainers.values():
-        one.run_tiny_step()
+    for trainer in trainers.values():
+        trainer.run_tiny_step()
     steps.phase("planning the step")
     planned, batch = trainers[REMAT], trainers[PLAIN].batch()
     peak = trainers[CHECKPOINT].peak(batch)
@@ -108,18 +109,18 @@ def _rows(trainers: Mapping[str, Trainer], rounds: int, device: str, steps: Step
     losses: dict[str, list[float]] = {name: [] for name in trainers}
     steps.phase("warming up", _NUM_COLD)
     for number in range(_NUM_COLD):
-        for name, one in trainers.items():
-            losses[name].append(one.train(batches[number]))
+        for name, trainer in trainers.items():
+            losses[name].append(trainer.train(batches[number]))
         steps.advance(number + 1, _NUM_COLD)
     steps.phase("training in turn", rounds)
-    ways = {name: _step(one, batches, losses[name]) for name, one in trainers.items()}
+    ways = {name: _step(trainer, batches, losses[name]) for name, trainer in trainers.items()}
     seconds = probe.in_rounds(
         ways, rounds=rounds, device=device, after_round=lambda number: steps.advance(number, rounds)
     )
     steps.phase("measuring peaks")
-    peaks = {name: one.peak(batches[-1]) for name, one in trainers.items()}
+    peaks = {name: trainer.peak(batches[-1]) for name, trainer in trainers.items()}
     rows: list[dict[str, Any]] = []
-    for name, one in trainers.items():
+    for name, trainer in trainers.items():
         ratio = probe.paired_ratio(seconds[name], seconds[PLAIN])
         num_equal = sum(a == b for a, b in list(zip(losses[name], losses[PLAIN], strict=True))[_NUM_COLD:])
         share = peaks[name].activation_bytes / max(peaks[PLAIN].activation_bytes, 1)
@@ -132,7 +133,7 @@ def _rows(trainers: Mapping[str, Trainer], rounds: int, device: str, steps: Step
             _row(name, "device peak", peaks[name].peak_bytes, "bytes"),
             _row(name, _EQUAL, num_equal, "steps"),
         ]
-        moved = _moved_bytes(one)
+        moved = _moved_bytes(trainer)
         if moved is not None:
             rows.append(_row(name, "moved out a step", moved, "bytes"))
     return rows
@@ -148,7 +149,7 @@ def _moved_bytes(trainer: Trainer) -> int | None:
         return trainer.offloader.statistics().parked_bytes
     if trainer.planned is not None:
         plan, problem = trainer.planned.plan.plan, trainer.planned.plan.problem
-        return sum(problem.storages[one].size_bytes for one in plan.gone_slots)
+        return sum(problem.storages[storage].size_bytes for storage in plan.gone_slots)
     return None
 
 

@@ -71,7 +71,7 @@ def command(app: typer.Typer, *, trains: bool = False) -> Callable[[Callable[...
             name = f"penstock {_context.command_path.partition(' ')[2]}"
             if trains:
                 tell_what_is_slower(_note)
-            call = _Run(name, wants_json=as_json, is_debugged=debug or bool(_context.meta.get(DEBUG)))
+            call = _CommandRun(name, wants_json=as_json, is_debugged=debug or bool(_context.meta.get(DEBUG)))
             call(function, given, uses)
 
         added = {"_context": typer.Context, "as_json": _Json, "debug": _Debug}
@@ -82,10 +82,10 @@ def command(app: typer.Typer, *, trains: bool = False) -> Callable[[Callable[...
             )
             for name, what in added.items()
         ]
-        run.__signature__ = inspect.Signature([*(one.replace(kind=kind) for one in own), *extra])  # type: ignore[attr-defined]
-        run.__annotations__ = {one.name: one.annotation for one in own} | added
+        run.__signature__ = inspect.Signature([*(parameter.replace(kind=kind) for parameter in own), *extra])  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in own} | added
         told = inspect.cleandoc(function.__doc__ or "").split("\n\n")
-        app.command(help="\n\n".join(" ".join(one.split()) for one in told))(run)
+        app.command(help="\n\n".join(" ".join(paragraph.split()) for paragraph in told))(run)
         return function
 
     return register
@@ -139,7 +139,7 @@ def _descriptor_redirected() -> Iterator[None]:
         os.close(kept)
 
 
-class _Run:
+class _CommandRun:
     """One call of a command."""
 
     def __init__(self, name: str, *, wants_json: bool, is_debugged: bool):

@@ -1,5 +1,7 @@
 """The demo: the same training in child processes, by four methods, under a memory cap that the kernel enforces."""
 
+import json
+import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,8 +18,9 @@ from penstock.cli import _demo_whole
 from penstock.cli._answer import Answer, as_json
 from penstock.cli._demo_process import Child, child
 from penstock.cli._progress import Steps
+from penstock.cli._tables import print_table
 from penstock.errors import InternalError, PenstockError
-from penstock.probe import machine
+from penstock.probe import machine, provenance
 from penstock.report import memory_timeline, write_html
 from penstock.tiers import ssd_life_s
 from penstock.units import format_bytes, format_duration
@@ -34,8 +37,6 @@ _CAPPED = {
     "remat": "Penstock: remat plan",
 }
 """Methods that run under the cap, with their labels in the table."""
-_RUNS = ("offloader", "optimizedstep")
-"""Folders in ``runs``, named after the class that trained."""
 
 
 @dataclass(slots=True)
@@ -51,6 +52,8 @@ class _Method:
 class _Outcome:
     """All measurements of the demo, for ``summary.json``."""
 
+    command: str
+    """The command line that repeats the demo."""
     plain: dict[str, Any] = field(default_factory=dict)
     plain_steps: list[dict[str, Any]] = field(default_factory=list)
     failure: str = ""
@@ -63,12 +66,12 @@ class _Outcome:
     def largest_loss_difference(self, name: str) -> float:
         """Return the largest difference between a method's losses and those of plain training."""
         pairs = zip(self.plain_steps, self.methods[name].steps, strict=True)
-        return max(abs(float.fromhex(one["loss"]) - float.fromhex(two["loss"])) for one, two in pairs)
+        return max(abs(float.fromhex(plain["loss"]) - float.fromhex(ours["loss"])) for plain, ours in pairs)
 
     def step_time_ratio(self, name: str) -> float:
         """Return the median ratio to plain over paired steps, without the first two, which are recorded and cold."""
         pairs = list(zip(self.plain_steps, self.methods[name].steps, strict=True))[2:]
-        return float(median(two["step_s"] / one["step_s"] for one, two in pairs))
+        return float(median(ours["step_s"] / plain["step_s"] for plain, ours in pairs))
 
     @property
     def best(self) -> str:
@@ -91,7 +94,8 @@ def run(
     size = ("--layers", str(num_layers), "--batch", str(batch))
     console = console or Console(quiet=not steps.is_wanted)
     out.mkdir(parents=True, exist_ok=True)
-    outcome = _Outcome()
+    command = ["penstock", "demo", "--out", str(out), "--disk", str(disk), "--steps", str(num_steps)]
+    outcome = _Outcome(command=shlex.join(command))
     with ExitStack() as stack:
         plain = stack.enter_context(child(*size))
         hello = plain.hello
@@ -154,9 +158,10 @@ def _report(outcome: _Outcome, out: Path, disk: Path, console: Console) -> Answe
     timelines = {"plain, no cap": outcome.plain["timeline"]}
     timelines |= {label: outcome.methods[name].peak["timeline"] for name, label in _CAPPED.items()}
     summary.write_text(as_json(found))
-    files = [summary, out / "trace.json"]
-    if runs := [run for name in _RUNS if (run := out / "runs" / name / "report.json").is_file()]:
-        files.append(write_html(out / "report.html", *(one.parent for one in runs), title="penstock demo")[0])
+    memory = out / "memory.json"
+    memory.write_text(json.dumps(timelines))
+    files = [summary, memory, out / "trace.json"]
+    files.append(write_html(out / "report.html", out, title="penstock demo")[0])
     if find_spec("matplotlib") is not None:  # an extra
         memory_timeline(
             picture,
@@ -178,7 +183,7 @@ def _report(outcome: _Outcome, out: Path, disk: Path, console: Console) -> Answe
             format_bytes(_moved_bytes(method)),
             f"{outcome.largest_loss_difference(name):g}",
         )
-    console.print(table)
+    print_table(table, console)
     first, final = (float.fromhex(outcome.plain_steps[at]["loss"]) for at in (0, -1))
     console.print(
         f"Step times are medians of ratios to plain's. The fastest under the cap: {_CAPPED[outcome.best]}. The loss "
@@ -209,6 +214,8 @@ def _summary(outcome: _Outcome, disk: Path) -> dict[str, Any]:
     capacity_bytes = machine(disk).places[-1].capacity_bytes
     step_s = median(step["step_s"] for step in offloaded.steps)
     return {
+        "command": outcome.command,
+        "machine": provenance("cpu"),
         "cap_bytes": outcome.cap_bytes,
         "budget_bytes": outcome.budget_bytes,
         "plain_failure": outcome.failure,
@@ -216,6 +223,7 @@ def _summary(outcome: _Outcome, disk: Path) -> dict[str, Any]:
         "losses": [float.fromhex(step["loss"]) for step in outcome.plain_steps],
         "methods": {
             name: {
+                "label": _CAPPED[name],
                 **_without_timeline(method.peak),
                 **method.last,
                 "activation_share": method.peak["activation_bytes"] / outcome.plain["activation_bytes"],

@@ -46,7 +46,7 @@ def main() -> None:
         trainer.plan(arguments.budget, disk=arguments.disk, reserve=standard_library().nbytes)
     if not arguments.whole:
         _limit(arguments.cap)
-    _say({"num_parameters": sum(one.numel() for one in trainer.model.parameters())})
+    _say({"num_parameters": sum(parameter.numel() for parameter in trainer.model.parameters())})
     for line in sys.stdin:
         command = line.strip()
         try:
@@ -115,7 +115,7 @@ def _measure(trainer: Trainer) -> dict[str, Any]:
 def _finish(trainer: Trainer, trace: Path | None) -> dict[str, Any]:
     if trainer.planned is not None:
         plan, problem = trainer.planned.plan.plan, trainer.planned.plan.problem
-        swapped = sum(problem.storages[one].size_bytes for one in plan.gone_slots)
+        swapped = sum(problem.storages[storage].size_bytes for storage in plan.gone_slots)
         _save(trace, trainer.planned.plan)
         return {"predicted_peak_bytes": plan.peak_bytes, "extra_s": plan.extra_s, "swapped_bytes": swapped}
     if trainer.offloader is None:
@@ -136,7 +136,9 @@ def _save(trace: Path | None, ran: object) -> None:
 
 def _thinned(timeline: tuple[tuple[float, int], ...], every: int) -> list[tuple[float, int]]:
     """Return the highest point of every ``every`` points, which keeps the peak in the picture."""
-    return [max(timeline[at : at + every], key=lambda point: point[1]) for at in range(0, len(timeline), every)]
+    return [
+        max(timeline[start : start + every], key=lambda point: point[1]) for start in range(0, len(timeline), every)
+    ]
 
 
 def _data_bytes() -> int:

@@ -42,23 +42,23 @@ def run(disk: Path, num_steps: int, steps: Steps, console: Console, num_layers: 
         failures = {}
         for method, label in _MAY_FAIL.items():
             with child(*limits, "--method", method) as capped:
-                failures[method] = str(capped.ask("step", may_fail=True).get("error", ""))
-            outcome = f"[red]fails[/]\n  [dim]{escape(failures[method])}[/]" if failures[method] else "[green]trains[/]"
+                failures[label] = str(capped.ask("step", may_fail=True).get("error", ""))
+            outcome = f"[red]fails[/]\n  [dim]{escape(failures[label])}[/]" if failures[label] else "[green]trains[/]"
             console.print(f"{label} under the cap: {outcome}", highlight=False)
         budget = ("--budget", str(int(_BUDGET_SHARE * cap_bytes)), "--disk", str(disk), "--method", "training")
         trained = stack.enter_context(child(*limits, *budget))
         steps.phase("training it in turn, plainly and under the cap", num_steps)
         plainly, ours = _in_turn(plain, trained, num_steps, steps)
     pairs = list(zip(plainly, ours, strict=True))
-    differences = [abs(float.fromhex(one["loss"]) - float.fromhex(two["loss"])) for one, two in pairs]
+    differences = [abs(float.fromhex(plain["loss"]) - float.fromhex(own["loss"])) for plain, own in pairs]
     found = {
         "state_bytes": state_bytes,
         "cap_bytes": cap_bytes,
         "budget_bytes": int(_BUDGET_SHARE * cap_bytes),
         "failures": failures,
-        "losses": [float.fromhex(one["loss"]) for one in plainly],
+        "losses": [float.fromhex(step["loss"]) for step in plainly],
         "largest_loss_difference": max(differences),
-        "step_time_ratio": median(two["step_s"] / one["step_s"] for one, two in pairs[2:]),
+        "step_time_ratio": median(own["step_s"] / plain["step_s"] for plain, own in pairs[2:]),
         "statistics": ours[-1]["training"],
     }
     moved = sum(sum(ours[-1]["training"][name].values()) for name in ("step_fetched", "step_parked"))

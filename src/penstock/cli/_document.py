@@ -64,13 +64,15 @@ class Document:
         """Return the data as ``model``. Raises ``ValueError`` with a line per fault."""
         if not isinstance(self.data, dict):
             given = "the file is empty" if self.data is None else f"got a {type(self.data).__name__}"
-            keys = (f"{name}{' (required)' if one.is_required() else ''}" for name, one in model.model_fields.items())
+            keys = (
+                f"{name}{' (required)' if field.is_required() else ''}" for name, field in model.model_fields.items()
+            )
             raise ValueError(f"{self.path} must hold keys with values, {given}; the keys are {', '.join(keys)}")
         try:
             return model.model_validate(self.data)
         except ValidationError as error:
-            faults = [self._explain(one, model) for one in error.errors(include_url=False)]
-            raise ValueError("\n".join(str(one) for one in faults)) from None
+            faults = [self._explain(fault, model) for fault in error.errors(include_url=False)]
+            raise ValueError("\n".join(str(fault) for fault in faults)) from None
 
     def _explain(self, fault: ErrorDetails, model: type[BaseModel]) -> ValueError:
         keys = fault["loc"]
@@ -160,11 +162,11 @@ def _value(node: yaml.Node, left: list[int], above: tuple[yaml.Node, ...] = ()) 
         raise yaml.MarkedYAMLError(problem=f"{node.tag} is not read here", problem_mark=node.start_mark)
     if isinstance(node, yaml.ScalarNode):
         return _scalar(node) if node.style is None else node.value
-    if any(one is node for one in above):
+    if any(ancestor is node for ancestor in above):
         raise yaml.MarkedYAMLError(problem="this stands inside of itself", problem_mark=node.start_mark)
     above = (*above, node)
     if isinstance(node, yaml.SequenceNode):
-        return [_value(one, left, above) for one in node.value]
+        return [_value(item, left, above) for item in node.value]
     found: dict[Any, Any] = {}
     for name, value in node.value:
         key = _value(name, left) if isinstance(name, yaml.ScalarNode) else None
@@ -203,4 +205,4 @@ def _model_at(model: type[BaseModel], keys: Sequence[str | int]) -> type[BaseMod
 def _model_in(annotation: object) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for one in get_args(annotation) if (found := _model_in(one)) is not None), None)
+    return next((found for argument in get_args(annotation) if (found := _model_in(argument)) is not None), None)

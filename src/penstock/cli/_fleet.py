@@ -7,7 +7,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from penstock.cli._paths import check_folder, check_spill
 from penstock.cli._progress import Steps
 from penstock.cli._sweep import FleetSettings, Parameters, SweepFile, read_sweep
 from penstock.cli._sweep_jobs import JobMaker, make_jobs, maker_of
+from penstock.cli._tables import print_table
 from penstock.errors import PenstockError, PenstockWarning
 from penstock.fleet import Fleet, FleetState, Job, JobRow, JobSource, JobState, Results, jobs_table
 from penstock.report import REPORT_FILE, draw_fleet, save
@@ -45,7 +46,7 @@ class Trained:
     @property
     def has_failed(self) -> bool:
         """Whether a job failed."""
-        return any(one.state is JobState.FAILED for one in self.results.values())
+        return any(result.state is JobState.FAILED for result in self.results.values())
 
 
 def run(sweep: Path, given: Mapping[str, str | list[str] | None], resume: bool, steps: Steps) -> Answer:
@@ -123,18 +124,23 @@ def show_trained(trained: Trained, console: Console) -> None:
     """Print the table, and below it why jobs failed, once for all jobs with the same error."""
     table = trained.results.table()
     table.columns = [column for column in table.columns if column.header != "error"]
-    console.print(table)
-    alike: dict[str, list[str]] = {}
-    for job in trained.results.values():
-        if job.error:
-            alike.setdefault(job.error, []).append(job.name)
-    for error, names in alike.items():
-        who = names[0] if len(names) == 1 else f"{len(names)} jobs ({_shortened(names)})"
-        console.print(f"{who}: {_OUR_CLASS.sub('', error)}", highlight=False, markup=False, soft_wrap=True)
+    print_table(table, console)
+    _show_errors({job.name: job.error for job in trained.results.values() if job.error}, console)
     if trained.run_dir is None:
         console.print("Checkpoints went with a temporary folder; --run-dir runs/1 keeps them.", highlight=False)
     else:
         console.print(f"Checkpoints and metrics are in {trained.run_dir}.", highlight=False, markup=False)
+
+
+def _show_errors(error_of: Mapping[str, str], console: Console) -> None:
+    """Print why jobs failed, over the whole width, once for all jobs with the same error."""
+    alike: dict[str, list[str]] = {}
+    for name, error in error_of.items():
+        alike.setdefault(error, []).append(name)
+    for error, names in alike.items():
+        who = names[0] if len(names) == 1 else f"{len(names)} jobs ({_shortened(names)})"
+        why = _OUR_CLASS.sub("", error).removeprefix(f"job {names[0]!r}: ")
+        console.print(f"{who}: {why}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _shortened(names: Sequence[str]) -> str:
@@ -145,19 +151,19 @@ def trained_as_data(trained: Trained) -> dict[str, object]:
     """Return the table for JSON."""
     jobs = [
         {
-            "name": one.name,
-            "state": one.state.value,
-            "num_steps": len(one.losses),
-            "loss": one.losses[-1] if one.losses else None,
-            "validation": dict(one.validations[-1]) if one.validations else {},
-            "seconds_per_step": one.seconds_per_step,
-            "error": one.error,
-            "parameters": trained.parameters.get(one.name),
-            "checkpoint": None if one.checkpoint is None or trained.run_dir is None else str(one.checkpoint),
+            "name": result.name,
+            "state": result.state.value,
+            "num_steps": len(result.losses),
+            "loss": result.losses[-1] if result.losses else None,
+            "validation": dict(result.validations[-1]) if result.validations else {},
+            "seconds_per_step": result.seconds_per_step,
+            "error": result.error,
+            "parameters": trained.parameters.get(result.name),
+            "checkpoint": None if result.checkpoint is None or trained.run_dir is None else str(result.checkpoint),
         }
-        for one in trained.results.values()
+        for result in trained.results.values()
     ]
-    devices = [{**asdict(one), "useful_share": one.useful_share} for one in trained.results.devices]
+    devices = [{**asdict(device), "useful_share": device.useful_share} for device in trained.results.devices]
     return {"run_dir": trained.run_dir, "jobs": jobs, "devices": devices}
 
 
@@ -219,12 +225,8 @@ def changes_of(pairs: list[str]) -> Parameters:
 
 
 def _show_jobs(is_running: bool, rows: list[JobRow], console: Console) -> None:
-    table = jobs_table(rows)
-    names = table.columns[0]
-    names.overflow = "fold"  # the other commands need the full name
-    names.min_width = min(max([0, *(len(row.name) for row in rows)]), console.width // 3)
-    table.columns = [one for one in table.columns if one is names or any(map(str, one.cells))]
-    console.print(table)
+    print_table(jobs_table([replace(row, error=None) for row in rows]), console)
+    _show_errors({row.name: row.error for row in rows if row.error}, console)
     said = "A process runs this fleet." if is_running else "No process runs this fleet now."
     console.print(said, highlight=False)
 

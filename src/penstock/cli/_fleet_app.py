@@ -15,11 +15,16 @@ from penstock.cli._progress import Steps
 fleet_app = typer.Typer(no_args_is_help=True, help="Train many models on few devices, and inspect and control them.")
 
 _Sweep = Annotated[
-    Path, typer.Argument(help="YAML or JSON file: the function that makes jobs, their parameters, the fleet."), INPUT
+    Path,
+    typer.Argument(
+        metavar="SWEEP", help="YAML or JSON file: the function that makes jobs, their parameters, the fleet."
+    ),
+    INPUT,
 ]
-_RunDir = Annotated[Path, typer.Argument(help="Folder of the fleet: its --run-dir.")]
+_RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of the fleet: its --run-dir.")]
 _Job = Annotated[
-    str, typer.Argument(help="Name of the job, as shown by `penstock fleet ps`.", autocompletion=job_names)
+    str,
+    typer.Argument(metavar="JOB", help="Name of the job, as shown by `penstock fleet ps`.", autocompletion=job_names),
 ]
 
 
@@ -48,7 +53,7 @@ def run(
     if host_budget is not None:
         say_renamed("--host-budget", "--host")
         host = host_budget if host is None else host
-    names = None if devices is None else [one.strip() for one in devices.split(",")]
+    names = None if devices is None else [name.strip() for name in devices.split(",")]
     given = {
         "devices": names, "budget": budget, "host": host, "disk": disk or None, "run_dir": run_dir,
     }  # fmt: skip
@@ -59,7 +64,11 @@ def run(
 def simulate(
     steps: Steps,
     problem: Annotated[
-        Path, typer.Argument(help="YAML or JSON file with devices, and jobs with the costs of their shards."), INPUT
+        Path,
+        typer.Argument(
+            metavar="PROBLEM", help="YAML or JSON file with devices, and jobs with the costs of their shards."
+        ),
+        INPUT,
     ],
     scheduler: Annotated[Scheduler, typer.Option(help="Scheduler for the picture of --gantt.")] = Scheduler.FAIR,
     gantt: Annotated[
@@ -145,7 +154,7 @@ def clone(
     steps: Steps,
     run_dir: _RunDir,
     job: _Job,
-    new_name: Annotated[str, typer.Argument(help="Name of the new job.")],
+    new_name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the new job.")],
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="Change a parameter, such as lr=1e-3. Repeatable.")
     ] = None,

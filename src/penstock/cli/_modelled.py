@@ -12,6 +12,7 @@ from penstock import offload, remat
 from penstock.cli._advise import Subject
 from penstock.cli._answer import Answer, ExitCode
 from penstock.cli._progress import Steps
+from penstock.cli._tables import print_table
 from penstock.errors import BudgetError
 from penstock.machines import Machine
 from penstock.tiers import Budget
@@ -56,7 +57,9 @@ def answer(subject: Subject, budget: int | None, tiers: Budget, machine: Machine
         options.append(_planned(name, problem, budget, method))
     if problem.out_bandwidth_bytes_per_s:
         options.append(_offloaded(subject, plain, budget, machine, to_disk=tiers.host_bytes is None))
-    best = min((one for one in options if one.ratio is not None), key=lambda one: one.ratio or 0.0, default=None)
+    best = min(
+        (option for option in options if option.ratio is not None), key=lambda option: option.ratio or 0.0, default=None
+    )
     data = {
         "machine": machine.name,
         "is_modelled": True,
@@ -64,7 +67,7 @@ def answer(subject: Subject, budget: int | None, tiers: Budget, machine: Machine
         "best": best.name if best is not None else None,
         "plain_peak_bytes": plain.peak_bytes,
         "plain_step_s": plain.step_s,
-        "options": [{name: getattr(one, name) for name in _FIELDS} for one in options],
+        "options": [{name: getattr(option, name) for name in _FIELDS} for option in options],
     }
     return Answer(
         data=data,
@@ -98,7 +101,7 @@ def _offloaded(
     name = "offload"
     try:
         model = copy.deepcopy(subject.model).to("meta")
-        batch = torch.utils._pytree.tree_map_only(torch.Tensor, lambda one: one.to("meta"), subject.batch)
+        batch = torch.utils._pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to("meta"), subject.batch)
         loss = subject.loss or _called
         problem = offload.modelled_cycle(
             model, lambda: loss(model, batch).backward(), machine, to_disk=to_disk, is_staged=to_disk
@@ -125,11 +128,11 @@ def _called(model: torch.nn.Module, batch: Any) -> Any:
 
 
 def _show(console: Console, options: list[ModelledOption], step_s: float, budget: int, machine: Machine) -> None:
-    table = Table("way", "peak", "time of plain", "")
-    for one in options:
-        peak = "" if one.peak_bytes is None else format_bytes(one.peak_bytes)
-        table.add_row(one.name, peak, "" if one.ratio is None else f"{one.ratio:.2f}", one.reason)
-    console.print(table)
+    table = Table("option", "peak", "step time (plain = 1)", "why it is refused")
+    for option in options:
+        peak = "" if option.peak_bytes is None else format_bytes(option.peak_bytes)
+        table.add_row(option.name, peak, "" if option.ratio is None else f"{option.ratio:.2f}", option.reason)
+    print_table(table, console)
     console.print(
         f"By the data sheet of {machine.title}, for a budget of {format_bytes(budget)}; nothing was measured. The "
         f"plain step would take {format_duration(step_s)}, at {machine.matmul_share:.0%} of the peak rate of matrix "

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 from torch import optim
 
 from penstock import remat
 from penstock.cli._answer import Answer, ExitCode
 from penstock.cli._progress import Steps
+from penstock.cli._tables import print_table
 from penstock.cli._target import called, function_of, shown_kind
 from penstock.errors import PenstockError
 from penstock.machines import Machine
@@ -57,7 +58,7 @@ def answer(target: str, budgets: list[int], options: Mapping[str, Any], out: Pat
         for file in files:
             console.print(f"  {file}", highlight=False, markup=False, soft_wrap=True)
 
-    is_refused = any(one < found.smallest_bytes for one in budgets)
+    is_refused = any(budget < found.smallest_bytes for budget in budgets)
     return Answer(
         data={**as_data(found), "files": [str(file) for file in files]},
         show=shown,
@@ -82,8 +83,10 @@ def make(target: str, budgets: list[int], options: Mapping[str, Any], steps: Ste
     max_batches = {}
     if budgets and _takes_a_batch(factory):
         steps.phase("looking for the largest batch", len(budgets))
-        for number, one in enumerate(budgets, 1):
-            max_batches[one] = remat.max_batch(lambda batch: _step_of(target, factory, batch=batch)[:2], one, **options)
+        for number, budget in enumerate(budgets, 1):
+            max_batches[budget] = remat.max_batch(
+                lambda batch: _step_of(target, factory, batch=batch)[:2], budget, **options
+            )
             steps.advance(number, len(budgets))
     return PlanTable(
         problem=problem,
@@ -98,16 +101,14 @@ def make(target: str, budgets: list[int], options: Mapping[str, Any], steps: Ste
 
 
 def show(found: PlanTable, console: Console) -> None:
-    """Print the table."""
-    table = Table(
-        Column("budget", no_wrap=True), Column("peak", no_wrap=True), "extra time", "share", "swapped", "again", "batch"
-    )
+    """Print the table, and what it tried."""
+    table = Table("budget", "peak", "extra time", "slower by", "swapped", "recomputed", "largest batch")
     for budget, plan in zip(found.budgets_bytes, found.plans, strict=True):
         batch = str(found.max_batches.get(budget, ""))
         if plan is None:
             table.add_row(format_bytes(budget), "[red]refused[/]", "", "", "", "", batch)
             continue
-        swapped = sum(found.problem.storages[one].size_bytes for one in plan.gone_slots)
+        swapped = sum(found.problem.storages[storage].size_bytes for storage in plan.gone_slots)
         num_again = len(plan.slots) - len(found.problem.operators)
         share = f"{plan.extra_s / max(plan.step_s, 1e-12):.1%}"
         table.add_row(
@@ -119,7 +120,8 @@ def show(found: PlanTable, console: Console) -> None:
             str(num_again),
             batch,
         )
-    console.print(table)
+    print_table(table, console)
+    console.print(_what_was_tried(found), highlight=False)
     console.print(
         f"The smallest budget that works is {found.smallest_bytes} bytes ({format_bytes(found.smallest_bytes)})."
     )
@@ -128,6 +130,22 @@ def show(found: PlanTable, console: Console) -> None:
             f"By the data sheet of {found.machine.title}; nothing was measured, and operators take no workspaces.",
             highlight=False,
         )
+
+
+def _what_was_tried(found: PlanTable) -> str:
+    """Return what the lines and columns of the table mean."""
+    keep_all = format_bytes(remat.plan(found.problem, 2**62).keep_all_peak_bytes)
+    yours = ", the smallest budget that works, and yours" if found.asked_bytes else ", and the smallest that works"
+    swaps, recomputes = found.method != "recompute", found.method != "swap"
+    if swaps and not found.problem.out_bandwidth_bytes_per_s:
+        techniques = "recompute; to swap as well, give --disk or --host" if recomputes else "nothing without --disk"
+    else:
+        techniques = {"hybrid": "recompute and swap", "recompute": "recompute", "swap": "swap"}[found.method]
+    return (
+        f"Tried: {_SHARES[-1]:.0%} to 100% of the {keep_all} that the step takes without a plan{yours}. Plans may "
+        f"{techniques}. Extra time: what a plan adds to the step, predicted. Swapped: bytes that leave the device and "
+        "come back. Recomputed: operators that run again."
+    )
 
 
 def write(found: PlanTable, out: Path) -> list[Path]:
@@ -144,8 +162,8 @@ def write(found: PlanTable, out: Path) -> list[Path]:
         curves["recompute only"] = _points(remat.pareto(found.problem, found.budgets_bytes, method="recompute"))
     pareto_curve(files[1], curves, title="Extra operator time over the peak")
     by_budget = dict(zip(found.budgets_bytes, found.plans, strict=True))
-    asked = [one for budget in found.asked_bytes if (one := by_budget[budget]) is not None]
-    shown, free = (asked or [one for one in found.plans if one is not None])[0], found.plans[-1]
+    asked = [plan for budget in found.asked_bytes if (plan := by_budget[budget]) is not None]
+    shown, free = (asked or [plan for plan in found.plans if plan is not None])[0], found.plans[-1]
     assert free is not None
     memory_timeline(
         files[2],
@@ -172,7 +190,7 @@ def as_data(found: PlanTable) -> dict[str, object]:
             "peak_bytes": plan.peak_bytes,
             "extra_s": plan.extra_s,
             "step_s": plan.step_s,
-            "swapped_bytes": sum(found.problem.storages[one].size_bytes for one in plan.gone_slots),
+            "swapped_bytes": sum(found.problem.storages[storage].size_bytes for storage in plan.gone_slots),
             "num_recomputed": len(plan.slots) - len(found.problem.operators),
             "max_batch": found.max_batches.get(budget),
         }
@@ -183,7 +201,7 @@ def as_data(found: PlanTable) -> dict[str, object]:
 
 
 def _points(plans: Sequence[remat.RematPlan | None]) -> list[tuple[int, float]]:
-    return [(one.peak_bytes, one.extra_s / max(one.step_s, 1e-12)) for one in plans if one is not None]
+    return [(plan.peak_bytes, plan.extra_s / max(plan.step_s, 1e-12)) for plan in plans if plan is not None]
 
 
 def _step_of(target: str, factory: Callable[..., Any], **parameters: int) -> tuple[Any, Sequence[Any], Any]:
@@ -200,4 +218,4 @@ def _step_of(target: str, factory: Callable[..., Any], **parameters: int) -> tup
 
 
 def _takes_a_batch(factory: Callable[..., Any]) -> bool:
-    return any(one.name == "batch" for one in inspect.signature(factory).parameters.values())
+    return any(parameter.name == "batch" for parameter in inspect.signature(factory).parameters.values())

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from penstock.cli._answer import Answer
 from penstock.cli._progress import Steps
+from penstock.cli._tables import print_table
 from penstock.probe import MachineReport, machine, provenance
 from penstock.units import format_bytes, format_rate
 
@@ -36,7 +37,7 @@ def _show(report: MachineReport, software: dict[str, object], console: Console) 
     for feature in report.features:
         features.add_row(feature.name, "yes" if feature.is_supported else "no", feature.reason)
     for table in (places, lanes, features):
-        console.print(table)
+        print_table(table, console)
     console.print(
         f"penstock {software['penstock']}, torch {software['torch']}, Python {software['python']}, "
         f"{software['system']}",

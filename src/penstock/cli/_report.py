@@ -20,9 +20,7 @@ def answer(folders: list[Path], out: Path, title: str | None, rated_bytes: int |
     steps.phase(f"reading {folders[0]}" if len(folders) == 1 else f"reading {len(folders)} folders")
     from penstock.report import write_html
 
-    of_demos = {one: sorted((one / "runs").glob("*/report.json")) for one in folders}
-    found = [run for one in folders for run in ([file.parent for file in of_demos[one]] or [one])]
-    files = write_html(out, *found, title=title, rated_bytes=rated_bytes)
+    files = write_html(out, *folders, title=title, rated_bytes=rated_bytes)
 
     def show(console: Console) -> None:
         for file in files:

@@ -7,12 +7,13 @@ from typing import Annotated, Any, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
 from penstock import fleet
 from penstock.cli._answer import Answer
 from penstock.cli._document import Strict, read, to_bytes
 from penstock.cli._progress import Steps
+from penstock.cli._tables import print_table
 from penstock.report import gantt
 from penstock.units import format_bytes, format_duration
 
@@ -72,7 +73,7 @@ class JobSettings(Strict):
     """Shards, in the order of forward."""
 
 
-class DeviceSettings(Strict):
+class SimulatedDevice(Strict):
     """A `penstock.fleet.DeviceCost`, or several identical ones."""
 
     name: str
@@ -94,12 +95,12 @@ class ProblemSettings(Strict):
 
     jobs: list[JobSettings] = Field(min_length=1)
     """Jobs, in the order in which they are submitted."""
-    devices: list[DeviceSettings] = Field(min_length=1)
+    devices: list[SimulatedDevice] = Field(min_length=1)
     """Devices that the jobs share."""
 
     @model_validator(mode="after")
     def _has_own_names(self) -> Self:
-        for names in ([one.name for one in self.jobs], [one.name for one in self.devices]):
+        for names in ([job.name for job in self.jobs], [device.name for device in self.devices]):
             twice = [name for name in names if names.count(name) > 1]
             if twice:
                 raise ValueError(f"two are called {twice[0]!r}; for several alike give one with copies: 2")
@@ -107,8 +108,8 @@ class ProblemSettings(Strict):
 
     def problem(self) -> fleet.FleetProblem:
         """Return the problem to simulate. Raises ``BudgetError`` if no device can take a job."""
-        jobs = [job for one in self.jobs for job in _jobs_of(one)]
-        devices = [device for one in self.devices for device in _devices_of(one)]
+        jobs = [job for settings in self.jobs for job in _jobs_of(settings)]
+        devices = [device for settings in self.devices for device in _devices_of(settings)]
         return fleet.FleetProblem(jobs=tuple(jobs), devices=tuple(devices))
 
 
@@ -127,18 +128,16 @@ class Comparison:
 
     def table(self) -> Table:
         """Return the comparison as a table for ``rich``."""
-        table = Table(
-            Column("scheduler", no_wrap=True), "ends after", "over the bound", "devices compute", "stall", "copied in"
-        )
-        for name, one in self.schedules.items():
-            total_s = max(one.makespan_s * len(one.devices), 1e-12)
+        table = Table("scheduler", "ends after", "over the bound", "devices compute", "stall", "copied in")
+        for name, schedule in self.schedules.items():
+            total_s = max(schedule.makespan_s * len(schedule.devices), 1e-12)
             table.add_row(
                 name,
-                format_duration(one.makespan_s),
-                self._over(one.makespan_s),
-                f"{one.busy_share:.1%}",
-                f"{sum(device.stall_s for device in one.devices) / total_s:.1%}",
-                format_bytes(sum(device.in_bytes for device in one.devices)),
+                format_duration(schedule.makespan_s),
+                self._over(schedule.makespan_s),
+                f"{schedule.busy_share:.1%}",
+                f"{sum(device.stall_s for device in schedule.devices) / total_s:.1%}",
+                format_bytes(sum(device.in_bytes for device in schedule.devices)),
             )
         table.add_section()
         for label, end_s in (("model parallelism", self.model_parallel_s), ("lower bound", self.lower_bound_s)):
@@ -149,22 +148,24 @@ class Comparison:
         """Return the table for JSON."""
         schedules = {
             name: {
-                "makespan_s": one.makespan_s,
-                "busy_share": one.busy_share,
+                "makespan_s": schedule.makespan_s,
+                "busy_share": schedule.busy_share,
                 "devices": {
                     device.name: {key: getattr(use, key) for key in fleet.DeviceUse.__slots__}
-                    for device, use in zip(self.problem.devices, one.devices, strict=True)
+                    for device, use in zip(self.problem.devices, schedule.devices, strict=True)
                 },
-                "job_end_s": {job.name: end_s for job, end_s in zip(self.problem.jobs, one.job_end_s, strict=True)},
+                "job_end_s": {
+                    job.name: end_s for job, end_s in zip(self.problem.jobs, schedule.job_end_s, strict=True)
+                },
             }
-            for name, one in self.schedules.items()
+            for name, schedule in self.schedules.items()
         }
         bounds = {"lower_bound_s": self.lower_bound_s, "model_parallel_s": self.model_parallel_s}
         return {"schedulers": schedules, **bounds}
 
     def draw(self, path: Path, scheduler: fleet.SchedulerName) -> None:
         """Draw which job was on which device when."""
-        rows: dict[str, list[tuple[float, float, str]]] = {one.name: [] for one in self.problem.devices}
+        rows: dict[str, list[tuple[float, float, str]]] = {device.name: [] for device in self.problem.devices}
         for unit in self.schedules[scheduler].units:
             device, job = self.problem.devices[unit.device].name, self.problem.jobs[unit.job].name
             rows[device].append((unit.start_s, unit.end_s, job))
@@ -209,21 +210,23 @@ def compare(path: Path, recorded: fleet.SchedulerName | None, steps: Steps) -> C
 
 def show(found: Comparison, console: Console) -> None:
     """Print the table."""
-    console.print(found.table())
+    print_table(found.table(), console)
     units = sum(job.num_units for job in found.problem.jobs)
     console.print(f"{len(found.problem.jobs)} jobs of {units} units in all, {len(found.problem.devices)} devices.")
 
 
 def _jobs_of(given: JobSettings) -> list[fleet.JobCost]:
-    shards = [fleet.ShardCost(**one.model_dump(exclude={"copies"})) for one in given.shards for _ in range(one.copies)]
+    shards = [
+        fleet.ShardCost(**shard.model_dump(exclude={"copies"})) for shard in given.shards for _ in range(shard.copies)
+    ]
     fields: dict[str, Any] = given.model_dump(exclude={"copies", "shards", "name"})
     return [fleet.JobCost(name=name, shards=tuple(shards), **fields) for name in _names(given.name, given.copies, " ")]
 
 
-def _devices_of(given: DeviceSettings) -> list[fleet.DeviceCost]:
+def _devices_of(given: SimulatedDevice) -> list[fleet.DeviceCost]:
     fields = {key: value for key, value in given.model_dump(exclude={"copies", "name"}).items() if value is not None}
     return [fleet.DeviceCost(name=name, **fields) for name in _names(given.name, given.copies, ":")]
 
 
 def _names(name: str, copies: int, between: str) -> list[str]:
-    return [name] if copies == 1 else [f"{name}{between}{at}" for at in range(copies)]
+    return [name] if copies == 1 else [f"{name}{between}{index}" for index in range(copies)]

@@ -26,7 +26,7 @@ Bytes = Annotated[int, BeforeValidator(to_bytes)]
 
 def _unlike(values: list[Any]) -> list[Any]:
     """Raise ``ValueError`` for values that occur more than once."""
-    for text, count in Counter(json.dumps(one, sort_keys=True) for one in values).items():
+    for text, count in Counter(json.dumps(value, sort_keys=True) for value in values).items():
         if count > 1:
             raise ValueError(f"{text} stands there {count} times")
     return values
@@ -36,7 +36,7 @@ def _directories(given: object) -> object:
     """Return one directory, or a list of them, as a mapping of directories to limits."""
     if isinstance(given, str):
         return {given: None}
-    return dict.fromkeys(given) if isinstance(given, list) and all(isinstance(one, str) for one in given) else given
+    return dict.fromkeys(given) if isinstance(given, list) and all(isinstance(item, str) for item in given) else given
 
 
 def _device(name: str) -> str:
@@ -62,7 +62,10 @@ class FleetSettings(Strict):
     devices: (
         Annotated[
             list[
-                Annotated[DeviceSettings, BeforeValidator(lambda one: {"name": one} if isinstance(one, str) else one)]
+                Annotated[
+                    DeviceSettings,
+                    BeforeValidator(lambda device: {"name": device} if isinstance(device, str) else device),
+                ]
             ],
             Field(min_length=1),
         ]
@@ -97,7 +100,7 @@ class FleetSettings(Strict):
     def options(self) -> dict[str, Any]:
         """Return the keyword arguments for `penstock.fleet.Fleet`."""
         given = {key: getattr(self, key) for key in type(self).model_fields if key != "devices"}
-        devices = None if self.devices is None else [Device(**one.model_dump()) for one in self.devices]
+        devices = None if self.devices is None else [Device(**device.model_dump()) for device in self.devices]
         return {"devices": devices, **given}
 
     def overridden(self, **given: str | list[str] | None) -> "FleetSettings":
@@ -107,11 +110,13 @@ class FleetSettings(Strict):
             checked = FleetSettings.model_validate(changes)
         except ValidationError as error:
             faults = error.errors(include_url=False)
-            lines = [f"--{str(one['loc'][0]).replace('_', '-')}: {message_of(one, FleetSettings)}" for one in faults]
+            lines = [
+                f"--{str(fault['loc'][0]).replace('_', '-')}: {message_of(fault, FleetSettings)}" for fault in faults
+            ]
             raise Misuse("\n".join(lines)) from None
         update = {key: getattr(checked, key) for key in changes}
         if "budget" in changes and "devices" not in changes and self.devices is not None:
-            update["devices"] = [one.model_copy(update={"budget": None}) for one in self.devices]
+            update["devices"] = [device.model_copy(update={"budget": None}) for device in self.devices]
         return self.model_copy(update=update)
 
 
@@ -143,7 +148,7 @@ class GridSweep(Sweep):
         ]
 
 
-class Drawn(Strict):
+class Distribution(Strict):
     """The distribution of a parameter: ``{low: 1e-5, high: 1e-3, log: true}`` or ``{choices: [4, 8]}``."""
 
     low: float | None = Field(default=None, allow_inf_nan=False)
@@ -187,7 +192,7 @@ class RandomSweep(Sweep):
 
     search: Literal["random"]
     """The kind of sweep."""
-    parameters: dict[str, Drawn] = Field(min_length=1)
+    parameters: dict[str, Distribution] = Field(min_length=1)
     """The distribution of each parameter."""
     num_jobs: int = Field(ge=1, le=_MOST_JOBS)
     """Number of jobs."""
@@ -198,7 +203,7 @@ class RandomSweep(Sweep):
         """Draw parameters for up to ``num_jobs`` different jobs."""
         source, found = random.Random(self.seed), dict[str, Parameters]()
         for _ in range(self.num_jobs * _TRIES):
-            point = {name: one.draw(source) for name, one in self.parameters.items()}
+            point = {name: distribution.draw(source) for name, distribution in self.parameters.items()}
             found.setdefault(json.dumps(point), point)
             if len(found) == self.num_jobs:
                 break

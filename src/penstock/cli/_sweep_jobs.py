@@ -72,7 +72,7 @@ def _label(point: Parameters) -> str:
 
 
 def _check_parameters(file: SweepFile, function: Callable[..., Any]) -> None:
-    for at, point in enumerate(file.points):
+    for index, point in enumerate(file.points):
         name, why = misfit_of(function, point)
         if why:
-            raise file.error_at(at, name, f"{file.sweep.job} {why}")
+            raise file.error_at(index, name, f"{file.sweep.job} {why}")

@@ -52,9 +52,11 @@ def misfit_of(function: Callable[..., Any], parameters: Iterable[str]) -> tuple[
     except (TypeError, ValueError):  # built in
         return None, ""
     names = [
-        name for name, one in takes.parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+        name
+        for name, parameter in takes.parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     ]
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in takes.parameters.values())
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.parameters.values())
     for name in parameters:
         if name not in names and not takes_any:
             return name, f"takes {', '.join(names) or 'nothing'}, not {name}"
@@ -68,7 +70,7 @@ def misfit_of(function: Callable[..., Any], parameters: Iterable[str]) -> tuple[
 def shown_kind(value: object) -> str:
     """Describe a wrong return value in an error, such as ``"a tuple of 3 (Linear, Tensor, int)"``."""
     if isinstance(value, tuple | list):
-        kinds = ", ".join(type(one).__name__ for one in value[:4]) + (", ..." if len(value) > 4 else "")
+        kinds = ", ".join(type(item).__name__ for item in value[:4]) + (", ..." if len(value) > 4 else "")
         return f"a {type(value).__name__} of {len(value)} ({kinds})"
     return "nothing" if value is None else f"a {type(value).__name__}"
 

@@ -14,7 +14,7 @@ from penstock.fleet._checkpoint import latest, load_model, read_state
 from penstock.fleet._job import Job
 from penstock.fleet._life import JobState
 from penstock.fleet._random import Randomness
-from penstock.units import format_bytes
+from penstock.units import format_bytes, format_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,9 @@ class DeviceStatistics:
         """Share of the time with a job to run in which the device trained, without stalls and recomputation."""
         busy_s = self.compute_s + self.stall_s
         return (self.compute_s - self.recompute_s) / busy_s if busy_s else 1.0
+
+    def __str__(self) -> str:
+        return format_fields(self, "useful_share")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from penstock.units import format_bytes
+from penstock.units import format_bytes, format_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +45,9 @@ class OffloadStatistics:
     """The reason why nothing is offloaded; empty if something is."""
     peak_parts: Mapping[str, int] = field(default_factory=dict)
     """Bytes of ``predicted_peak_bytes`` by what they are, the largest first, to show why the peak is not lower."""
+
+    def __str__(self) -> str:
+        return format_fields(self)
 
     def explain(self) -> str:
         """Return a few lines of text about the step: what moved, what stayed and why, and what the peak consists of."""

@@ -15,7 +15,7 @@ _MOST = 1e15
 """Larger numbers are damaged: their line is left out."""
 
 
-class Unit(NamedTuple):
+class UnitLine(NamedTuple):
     """A line of ``units.jsonl``, with fields of ``fleet.UnitRecord``."""
 
     job: str
@@ -54,39 +54,39 @@ def draw_fleet(run_dir: str | Path, folder: str | Path | None = None, *, last_s:
     return files
 
 
-def read_units(run_dir: Path) -> list[Unit]:
+def read_units(run_dir: Path) -> list[UnitLine]:
     """Return all units that ran, in the order in which they were recorded."""
-    lines = ({"recompute_s": 0.0, **one} for one in _lines(run_dir / "units.jsonl"))
-    found = [one for one in lines if _is_unit(one)]
-    return [Unit(**{name: one[name] for name in Unit._fields}) for one in found]
+    lines = ({"recompute_s": 0.0, **line} for line in _lines(run_dir / "units.jsonl"))
+    found = [line for line in lines if _is_unit(line)]
+    return [UnitLine(**{name: line[name] for name in UnitLine._fields}) for line in found]
 
 
 def read_losses(run_dir: Path) -> dict[str, list[float]]:
     """Return the losses of every job, by step."""
     return {
-        path.parent.name: [float(one["loss"]) for one in _lines(path) if isinstance(one.get("loss"), int | float)]
+        path.parent.name: [float(line["loss"]) for line in _lines(path) if isinstance(line.get("loss"), int | float)]
         for path in sorted((run_dir / "jobs").glob("*/metrics.jsonl"))
     }
 
 
-def events_of(units: Iterable[Unit]) -> Iterator[Event]:
+def events_of(units: Iterable[UnitLine]) -> Iterator[Event]:
     """Yield units and their stalls as events of a trace."""
-    for one in units:
-        lane, computes_s = f"device {one.device}", one.start_s + one.stall_s
-        what = f"shard {one.shard} of {one.job}"
-        if one.stall_s > 0:
-            yield Event(lane=lane, kind="stall", label=what, size_bytes=0, start_s=one.start_s, end_s=computes_s)
-        yield Event(lane=lane, kind=one.kind, label=what, size_bytes=0, start_s=computes_s, end_s=one.end_s)
+    for unit in units:
+        lane, computes_s = f"device {unit.device}", unit.start_s + unit.stall_s
+        what = f"shard {unit.shard} of {unit.job}"
+        if unit.stall_s > 0:
+            yield Event(lane=lane, kind="stall", label=what, size_bytes=0, start_s=unit.start_s, end_s=computes_s)
+        yield Event(lane=lane, kind=unit.kind, label=what, size_bytes=0, start_s=computes_s, end_s=unit.end_s)
 
 
-def _draw_units(path: Path, units: Sequence[Unit], last_s: float) -> None:
-    end_s = max(one.end_s for one in units)
-    shown = [one for one in units if one.end_s > end_s - last_s]
-    begin_s = min(one.start_s for one in shown)
+def _draw_units(path: Path, units: Sequence[UnitLine], last_s: float) -> None:
+    end_s = max(unit.end_s for unit in units)
+    shown = [unit for unit in units if unit.end_s > end_s - last_s]
+    begin_s = min(unit.start_s for unit in shown)
     rows: dict[str, list[tuple[float, float, str]]] = {}
-    for one in sorted(shown, key=lambda one: (one.device, one.start_s)):
-        computes_s = one.start_s + one.stall_s - begin_s
-        rows.setdefault(f"device {one.device}", []).append((computes_s, one.end_s - begin_s, one.job))
+    for unit in sorted(shown, key=lambda unit: (unit.device, unit.start_s)):
+        computes_s = unit.start_s + unit.stall_s - begin_s
+        rows.setdefault(f"device {unit.device}", []).append((computes_s, unit.end_s - begin_s, unit.job))
     gantt(path, rows, title="Which job is on which device")
 
 
@@ -102,9 +102,9 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:  # any: JSON
                     yield found
 
 
-def _is_unit(one: dict[str, Any]) -> bool:  # any: JSON
+def _is_unit(line: dict[str, Any]) -> bool:  # any: JSON
     """Whether a line has every field that pictures show; damaged lines are left out."""
     kinds = {"job": str, "kind": str, "shard": int, "device": int}
-    return all(isinstance(one.get(key), kinds.get(key, int | float)) for key in Unit._fields) and all(
-        abs(one[key]) < _MOST for key in Unit._fields if kinds.get(key) is not str
+    return all(isinstance(line.get(key), kinds.get(key, int | float)) for key in UnitLine._fields) and all(
+        abs(line[key]) < _MOST for key in UnitLine._fields if kinds.get(key) is not str
     )

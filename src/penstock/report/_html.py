@@ -15,9 +15,9 @@ def write_html(path: str | Path, *things: Any, title: str | None = None, rated_b
 
     ``things`` may be, in any mix and number: an ``offload.Offloader`` or ``offload.Training``; a
     ``remat.OptimizedStep`` or ``remat.Planned``; a fleet's ``Results`` or its ``run_dir``; ``unified.TieredFeatures``;
-    a ``tiers.Budget``; the result of ``penstock.advise``; a ``probe.PeakReport``; or a folder that `save` or
-    ``penstock plan --out`` wrote. A ``PeakReport`` also shows the copies that an ``Offloader`` in the same call made
-    while the peak was measured.
+    a ``tiers.Budget``; the result of ``penstock.advise``; a ``probe.PeakReport``; or a folder that `save` or ``penstock
+    plan --out`` or ``penstock demo --out`` wrote. A ``PeakReport`` also shows the copies that an ``Offloader`` in the
+    same call made while the peak was measured.
 
     ``rated_bytes`` is the amount of writes that your SSD is rated for (TBW in its data sheet, such as ``"600TB"``); the
     page projects the life of the SSD from it. The file loads nothing from the network or the disk, runs no script, and
@@ -37,7 +37,7 @@ def write_html(path: str | Path, *things: Any, title: str | None = None, rated_b
     if title is None:
         title = "Penstock report"
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = page(title, [one.section for one in parts], names, rated_bytes=rated, now=datetime.now().astimezone())
+    text = page(title, [part.section for part in parts], names, rated_bytes=rated, now=datetime.now().astimezone())
     path.write_text(text, encoding="utf-8")
     files = [path]
     for part, name in zip(parts, names, strict=True):

@@ -104,7 +104,7 @@ class Curves:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class BarGroup:
     """A kind of bars: those of one job or one holder, for example."""
 
     name: Text
@@ -135,7 +135,7 @@ class Bars:
     """A sentence or two on how to read the chart."""
     x_label: Text
     """The label of the x axis, without its unit."""
-    groups: Annotated[tuple[Group, ...], Field(max_length=MOST_GROUPS)]
+    groups: Annotated[tuple[BarGroup, ...], Field(max_length=MOST_GROUPS)]
     """The groups to which bars belong."""
     rows: Annotated[tuple[Row, ...], Field(max_length=MOST_ROWS)]
     """The rows, from the top."""
@@ -148,7 +148,7 @@ class Bars:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class ReportTable:
     """Lines of text and numbers."""
 
     title: Text
@@ -215,7 +215,7 @@ Chart = Curves | Bars
 class Section:
     """One section of the page: text, charts, tables and code about one thing."""
 
-    kind: Literal["offload", "training", "remat", "fleet", "unified", "budget", "advice", "memory"]
+    kind: Literal["offload", "training", "remat", "fleet", "unified", "budget", "advice", "memory", "demo"]
     """The kind of thing that it shows; the trace next to the page is named after it."""
     title: Text
     """The title of the section."""
@@ -225,7 +225,7 @@ class Section:
     """The line in the summary."""
     charts: Annotated[tuple[Chart, ...], Field(max_length=8)] = ()
     """The charts."""
-    tables: Annotated[tuple[Table, ...], Field(max_length=8)] = ()
+    tables: Annotated[tuple[ReportTable, ...], Field(max_length=8)] = ()
     """The tables."""
     codes: Annotated[tuple[Code, ...], Field(max_length=16)] = ()
     """Pieces of code to paste."""

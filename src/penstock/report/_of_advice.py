@@ -12,7 +12,7 @@ _MOST_CODES = 12
 def part_of_advice(advice: Any) -> Part:  # any: an advisor.Advice, or what has `options` and `best`
     """Return the part for an advice: the options, and the code of each that works."""
     options, best = list(advice.options), _best_of(advice)
-    works = [one for one in options if not one.is_refused]
+    works = [option for option in options if not option.is_refused]
     found = f"the best is {clipped(best.name)}" if best is not None else "none of them is recommended"
     text = f"{len(works)} of {len(options)} options work; {found}." if works else "No option works; the table says why."
     section = Section(
@@ -31,22 +31,22 @@ def part_of_advice(advice: Any) -> Part:  # any: an advisor.Advice, or what has 
                 ("option", "verdict", "peak", "step time over plain", "how known", "why"),
                 [
                     (
-                        one.name,
-                        "refused" if one.is_refused else "best" if one is best else "works",
-                        "-" if one.peak_bytes is None else format_bytes(one.peak_bytes),
-                        "-" if one.ratio is None else f"{one.ratio:.2f}",
-                        _how_known(one),
-                        one.reason or "",
+                        option.name,
+                        "refused" if option.is_refused else "best" if option is best else "works",
+                        "-" if option.peak_bytes is None else format_bytes(option.peak_bytes),
+                        "-" if option.ratio is None else f"{option.ratio:.2f}",
+                        _how_known(option),
+                        option.reason or "",
                     )
-                    for one in options
+                    for option in options
                 ],
                 note="A step time of 1.10 is 10% longer than in plain training.",
             ),
         ),
         codes=tuple(
-            Code(title=clipped(one.name), text=clipped(one.code, 10 * MOST_TEXT))
-            for one in sorted(works, key=lambda one: one is not best)[:_MOST_CODES]  # a stable sort
-            if one.code
+            Code(title=clipped(option.name), text=clipped(option.code, 10 * MOST_TEXT))
+            for option in sorted(works, key=lambda option: option is not best)[:_MOST_CODES]  # a stable sort
+            if option.code
         ),
     )
     return Part(section=section)

@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.fleet import DeviceStatistics, FleetState, JobRow, Results
-from penstock.report._fleet import Unit, events_of, read_losses, read_units
+from penstock.report._fleet import UnitLine, events_of, read_losses, read_units
 from penstock.report._model import (
     MOST_GROUPS,
     MOST_ROWS,
+    BarGroup,
     Bars,
     Colour,
     Curves,
-    Group,
     Headline,
+    ReportTable,
     Section,
     Series,
-    Table,
     Wear,
     clipped,
     hue,
@@ -31,7 +31,7 @@ _CLOSE_S = 60.0
 """A run longer than three times this gets a second chart of its last seconds."""
 
 
-class _Job(NamedTuple):
+class _JobLine(NamedTuple):
     name: str
     state: str
     num_steps: int
@@ -58,25 +58,25 @@ def part_of_run_dir(run_dir: Path) -> Part:
 def part_of_results(results: Results) -> Part:
     """Return the part for a fleet's results, which also tell about its devices."""
     jobs = []
-    for one in results.values():
-        last: Mapping[str, float] = one.validations[-1] if one.validations else {}
+    for result in results.values():
+        last: Mapping[str, float] = result.validations[-1] if result.validations else {}
         jobs.append(
-            _Job(
-                one.name,
-                one.state.value,
-                len(one.losses),
-                one.losses[-1] if one.losses else None,
+            _JobLine(
+                result.name,
+                result.state.value,
+                len(result.losses),
+                result.losses[-1] if result.losses else None,
                 _said(last),
-                one.seconds_per_step,
-                one.error,
+                result.seconds_per_step,
+                result.error,
             )
         )
-    losses = {one.name: list(one.losses) for one in results.values()}
+    losses = {result.name: list(result.losses) for result in results.values()}
     return _part(jobs, losses, read_units(results.run_dir), results.devices, results.run_dir.name)
 
 
-def _job_of_row(row: JobRow) -> _Job:
-    return _Job(row.name, row.state, row.step, row.loss, _said(row.validation), row.seconds_per_step, row.error)
+def _job_of_row(row: JobRow) -> _JobLine:
+    return _JobLine(row.name, row.state, row.step, row.loss, _said(row.validation), row.seconds_per_step, row.error)
 
 
 def _said(validation: Mapping[str, float]) -> str:
@@ -84,16 +84,16 @@ def _said(validation: Mapping[str, float]) -> str:
 
 
 def _part(
-    jobs: Sequence[_Job],
+    jobs: Sequence[_JobLine],
     losses: dict[str, list[float]],
-    units: Sequence[Unit],
+    units: Sequence[UnitLine],
     devices: Sequence[DeviceStatistics],
     name: str,
     *,
     is_running: bool = False,
 ) -> Part:
-    names = list(dict.fromkeys([*(one.name for one in jobs), *losses, *(one.job for one in units)]))
-    colours = {one: hue(at) for at, one in enumerate(names)}
+    names = list(dict.fromkeys([*(job.name for job in jobs), *losses, *(unit.job for unit in units)]))
+    colours = {job: hue(index) for index, job in enumerate(names)}
     charts: list[Bars | Curves] = []
     if units:
         charts += _schedules(units, colours)
@@ -105,77 +105,81 @@ def _part(
         text=_text(jobs, units) + (" It is running now." if is_running else ""),
         headline=_headline(jobs, units, devices, name),
         charts=tuple(charts),
-        tables=tuple(one for one in (_jobs(jobs), _devices(units, devices), _tiers(devices)) if one.lines),
+        tables=tuple(lines for lines in (_jobs(jobs), _devices(units, devices), _tiers(devices)) if lines.lines),
     )
     return Part(section=section, events=tuple(events_of(units[-MOST_EVENTS:])))
 
 
-def _text(jobs: Sequence[_Job], units: Sequence[Unit]) -> str:
+def _text(jobs: Sequence[_JobLine], units: Sequence[UnitLine]) -> str:
     if not jobs and not units:
         return "There are no jobs yet, and no unit has run."
     counts: dict[str, int] = defaultdict(int)
-    for one in jobs:
-        counts[one.state] += 1
+    for job in jobs:
+        counts[job.state] += 1
     told = ", ".join(f"{count:,} {state}" for state, count in counts.items()) or "none known"
     if not units:
         return f"Jobs: {told}. No unit has run yet."
-    wall_s = max(one.end_s for one in units) - min(one.start_s for one in units)
-    stall_s = sum(one.stall_s for one in units)
-    num_devices = len({one.device for one in units})
-    again_s = sum(one.recompute_s for one in units)
+    wall_s = max(unit.end_s for unit in units) - min(unit.start_s for unit in units)
+    # shares of the time in units: a run that was resumed has a break in its wall time, in which no device worked
+    busy_s = sum(unit.end_s - unit.start_s for unit in units)
+    stall_s = sum(unit.stall_s for unit in units)
+    num_devices = len({unit.device for unit in units})
+    again_s = sum(unit.recompute_s for unit in units)
     return (
         f"Jobs: {told}. {len(units):,} unit{'s' * (len(units) != 1)} ran on {num_devices} "
-        f"device{'s' * (num_devices > 1)} within "
-        f"{format_duration(wall_s)}; devices waited {share(stall_s, num_devices * wall_s) or '0%'} of that for "
-        f"copies, and recomputed forward passes for {share(again_s, num_devices * wall_s) or '0%'}."
+        f"device{'s' * (num_devices > 1)} within {format_duration(wall_s)} and took {format_duration(busy_s)} in all, "
+        f"of which {share(stall_s, busy_s) or '0%'} were waits for copies and {share(again_s, busy_s) or '0%'} "
+        "recomputed forward passes."
     )
 
 
-def _headline(jobs: Sequence[_Job], units: Sequence[Unit], devices: Sequence[DeviceStatistics], name: str) -> Headline:
+def _headline(
+    jobs: Sequence[_JobLine], units: Sequence[UnitLine], devices: Sequence[DeviceStatistics], name: str
+) -> Headline:
     what = clipped(f"fleet {name}: {len(jobs):,} jobs", 80)
-    busy_s = sum(one.end_s - one.start_s for one in units)
-    stall_s = sum(one.stall_s for one in units)
+    busy_s = sum(unit.end_s - unit.start_s for unit in units)
+    stall_s = sum(unit.stall_s for unit in units)
     known = Headline(what=what, stall_s=stall_s, stall_share=stall_s / busy_s if busy_s else None)
     if not devices:
         return known
-    fullest = max(devices, key=lambda one: one.peak_bytes / max(1, one.budget_bytes))
-    written_bytes = sum(one.written_to_disk_bytes for one in devices)
+    fullest = max(devices, key=lambda device: device.peak_bytes / max(1, device.budget_bytes))
+    written_bytes = sum(device.written_to_disk_bytes for device in devices)
     return Headline(
         what=what,
         stall_s=known.stall_s,
         stall_share=known.stall_share,
         peak_bytes=fullest.peak_bytes,
         budget_bytes=fullest.budget_bytes,
-        out_bytes=sum(one.parked_bytes for one in devices),
-        in_bytes=sum(one.fetched_bytes for one in devices),
-        wear=Wear(written_bytes=written_bytes, duration_s=max(one.wall_s for one in devices), capacity_bytes=None)
+        out_bytes=sum(device.parked_bytes for device in devices),
+        in_bytes=sum(device.fetched_bytes for device in devices),
+        wear=Wear(written_bytes=written_bytes, duration_s=max(device.wall_s for device in devices), capacity_bytes=None)
         if written_bytes
         else None,
     )
 
 
-def _schedules(units: Sequence[Unit], colours: dict[str, Colour]) -> list[Bars]:
-    end_s = max(one.end_s for one in units)
+def _schedules(units: Sequence[UnitLine], colours: dict[str, Colour]) -> list[Bars]:
+    end_s = max(unit.end_s for unit in units)
     charts = [_schedule(units, colours, "Which job was on which device.")]
-    if end_s - min(one.start_s for one in units) > 3 * _CLOSE_S:
-        last = [one for one in units if one.end_s > end_s - _CLOSE_S]
+    if end_s - min(unit.start_s for unit in units) > 3 * _CLOSE_S:
+        last = [unit for unit in units if unit.end_s > end_s - _CLOSE_S]
         charts.append(_schedule(last, colours, f"The same, for the last {_CLOSE_S:.0f} s."))
     return charts
 
 
-def _schedule(units: Sequence[Unit], colours: dict[str, Colour], title: str) -> Bars:
-    begin_s = min(one.start_s for one in units)
-    jobs = {name: at for at, name in enumerate(dict.fromkeys(one.job for one in units))}
-    groups = [Group(name=clipped(name), colour=colours[name]) for name in list(jobs)[: MOST_GROUPS - 2]]
+def _schedule(units: Sequence[UnitLine], colours: dict[str, Colour], title: str) -> Bars:
+    begin_s = min(unit.start_s for unit in units)
+    jobs = {name: index for index, name in enumerate(dict.fromkeys(unit.job for unit in units))}
+    groups = [BarGroup(name=clipped(name), colour=colours[name]) for name in list(jobs)[: MOST_GROUPS - 2]]
     others, stall = len(groups), len(groups) + 1
-    groups.append(Group(name="further jobs", colour="muted"))
-    groups.append(Group(name="waits for copies", colour="stall"))
+    groups.append(BarGroup(name="further jobs", colour="muted"))
+    groups.append(BarGroup(name="waits for copies", colour="stall"))
     rows: dict[int, list[tuple[float, float, int]]] = defaultdict(list)
-    for one in units:
-        computes_s = one.start_s + one.stall_s
-        if one.stall_s > 0:
-            rows[one.device].append((one.start_s - begin_s, computes_s - begin_s, stall))
-        rows[one.device].append((computes_s - begin_s, one.end_s - begin_s, min(jobs[one.job], others)))
+    for unit in units:
+        computes_s = unit.start_s + unit.stall_s
+        if unit.stall_s > 0:
+            rows[unit.device].append((unit.start_s - begin_s, computes_s - begin_s, stall))
+        rows[unit.device].append((computes_s - begin_s, unit.end_s - begin_s, min(jobs[unit.job], others)))
     devices = sorted(rows)
     more = f" {len(devices) - MOST_ROWS} further devices are not shown." if len(devices) > MOST_ROWS else ""
     return Bars(
@@ -184,7 +188,7 @@ def _schedule(units: Sequence[Unit], colours: dict[str, Colour], title: str) -> 
         f"time without a unit: checkpoints, pilots, or no job that was free.{more}",
         x_label="time",
         groups=tuple(groups),
-        rows=thin_bars([(f"device {one}", rows[one]) for one in devices]),
+        rows=thin_bars([(f"device {device}", rows[device]) for device in devices]),
     )
 
 
@@ -210,72 +214,95 @@ def _losses(losses: dict[str, list[float]], colours: dict[str, Colour]) -> Curve
     )
 
 
-def _jobs(jobs: Iterable[_Job]) -> Table:
+def _jobs(jobs: Iterable[_JobLine]) -> ReportTable:
     return table(
         "Jobs",
         ("job", "state", "steps", "loss", "validation", "time per step", "error"),
         (
             (
-                one.name,
-                one.state,
-                f"{one.num_steps:,}",
-                "" if one.loss is None else f"{one.loss:.4g}",
-                one.validation,
-                format_duration(one.seconds_per_step) if one.seconds_per_step else "",
-                one.error or "",
+                job.name,
+                job.state,
+                f"{job.num_steps:,}",
+                "" if job.loss is None else f"{job.loss:.4g}",
+                job.validation,
+                format_duration(job.seconds_per_step) if job.seconds_per_step else "",
+                job.error or "",
             )
-            for one in jobs
+            for job in jobs
         ),
         note="Losses and validations are the latest ones; the time is that of a step on one device.",
     )
 
 
-def _devices(units: Sequence[Unit], devices: Sequence[DeviceStatistics]) -> Table:
-    if devices:
+class _DeviceLine(NamedTuple):
+    """Sums of a device's units, in all processes that ran the fleet."""
+
+    num_units: int = 0
+    compute_s: float = 0.0
+    recompute_s: float = 0.0
+    stall_s: float = 0.0
+
+    def plus(self, unit: UnitLine) -> "_DeviceLine":
+        """Return the sums with another unit."""
+        compute_s = unit.end_s - unit.start_s - unit.stall_s
+        return _DeviceLine(
+            self.num_units + 1,
+            self.compute_s + compute_s,
+            self.recompute_s + unit.recompute_s,
+            self.stall_s + unit.stall_s,
+        )
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the cells of the table."""
+        return (f"{self.num_units:,}", *map(format_duration, (self.compute_s, self.recompute_s, self.stall_s)))
+
+    @property
+    def useful_share(self) -> float:
+        """Share of the time in units that was neither a wait nor recomputation."""
+        busy_s = self.compute_s + self.stall_s
+        return (self.compute_s - self.recompute_s) / busy_s if busy_s else 1.0
+
+
+def _devices(units: Sequence[UnitLine], devices: Sequence[DeviceStatistics]) -> ReportTable:
+    sums: dict[int, _DeviceLine] = defaultdict(_DeviceLine)
+    for unit in units:
+        sums[unit.device] = sums[unit.device].plus(unit)
+    headings = ("device", "units", "computed", "of it recomputed", "waited")
+    if not devices:
         return table(
             "Devices",
-            ("device", "units", "computed", "of it recomputed", "waited", "useful", "peak", "budget"),
-            (
-                (
-                    f"{one.name} #{at}",
-                    f"{one.num_units:,}",
-                    format_duration(one.compute_s),
-                    format_duration(one.recompute_s),
-                    format_duration(one.stall_s),
-                    f"{one.useful_share:.1%}",
-                    format_bytes(one.peak_bytes),
-                    format_bytes(one.budget_bytes),
-                )
-                for at, one in enumerate(devices)
-            ),
-            note="Useful: the share of training in the time in which there was something to run.",
+            headings,
+            ((f"device {index}", *line.cells()) for index, line in sorted(sums.items())),
+            note="From the units in the folder. Peaks and traffic are in the results that fleet.run returns.",
         )
-    sums: dict[int, list[float]] = defaultdict(lambda: [0.0] * 4)
-    for one in units:
-        for at, value in enumerate((1, one.end_s - one.start_s - one.stall_s, one.recompute_s, one.stall_s)):
-            sums[one.device][at] += value
+    lines = []
+    for index, device in enumerate(devices):
+        line = _DeviceLine(device.num_units, device.compute_s, device.recompute_s, device.stall_s)
+        # the folder also knows the units of earlier processes, and lacks units if its disk was full
+        line = max(line, sums[index], key=lambda known: known.num_units)
+        sizes = (format_bytes(device.peak_bytes), format_bytes(device.budget_bytes))
+        lines.append((f"{device.name} #{index}", *line.cells(), f"{line.useful_share:.1%}", *sizes))
+    is_resumed = len(units) > sum(device.num_units for device in devices)
     return table(
         "Devices",
-        ("device", "units", "computed", "of it recomputed", "waited"),
-        (
-            (f"device {device}", f"{int(count):,}", *(format_duration(one) for one in times))
-            for device, (count, *times) in sorted(sums.items())
-        ),
-        note="From the units in the folder. Peaks and traffic are in the results that fleet.run returns.",
+        (*headings, "useful", "peak", "budget"),
+        lines,
+        note="Useful: the share of training in the time in which there was something to run."
+        + (" The fleet was resumed: peaks and traffic are of the last process." if is_resumed else ""),
     )
 
 
-def _tiers(devices: Sequence[DeviceStatistics]) -> Table:
+def _tiers(devices: Sequence[DeviceStatistics]) -> ReportTable:
     return table(
         "Tier traffic",
         ("device", "moved out", "moved in", "written to disk"),
         (
             (
-                f"{one.name} #{at}",
-                format_bytes(one.parked_bytes),
-                format_bytes(one.fetched_bytes),
-                format_bytes(one.written_to_disk_bytes),
+                f"{device.name} #{index}",
+                format_bytes(device.parked_bytes),
+                format_bytes(device.fetched_bytes),
+                format_bytes(device.written_to_disk_bytes),
             )
-            for at, one in enumerate(devices)
+            for index, device in enumerate(devices)
         ),
     )

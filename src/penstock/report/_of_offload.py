@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.offload import Offloader, OffloadStatistics
-from penstock.report._model import Bars, Curves, Group, Headline, Section, Series, Table, Wear, clipped, hue
+from penstock.report._model import BarGroup, Bars, Curves, Headline, ReportTable, Section, Series, Wear, clipped, hue
 from penstock.report._part import Part, share, table
 from penstock.report._thin import thin, thin_bars, traffic
 from penstock.tiers import Event, TierStatistics
@@ -53,14 +53,17 @@ def section_of(
             wear=wear if disks else None,
         ),
         charts=charts,
-        tables=tuple(one for one in (_decisions(last), _modules(events), _sums(sums)) if one.lines),
+        tables=tuple(lines for lines in (_decisions(last), _modules(events), _sums(sums)) if lines.lines),
     )
 
 
 def capacity_bytes(directories: Sequence[Path]) -> int | None:
     """Return the capacity of the disks under these directories, each counted once; ``None`` if one cannot be read."""
     try:
-        return sum({one.stat().st_dev: shutil.disk_usage(one).total for one in directories}.values()) or None
+        return (
+            sum({directory.stat().st_dev: shutil.disk_usage(directory).total for directory in directories}.values())
+            or None
+        )
     except OSError:
         return None
 
@@ -87,16 +90,16 @@ def _text(last: OffloadStatistics, *, is_whole: bool) -> str:
 
 def lanes(events: Sequence[Event], step_s: float) -> Bars:
     """Return the chart of copies in the last steps, and of where the computation waited."""
-    end_s = max(one.end_s for one in events)
-    begin_s = min(one.start_s for one in events)
+    end_s = max(event.end_s for event in events)
+    begin_s = min(event.start_s for event in events)
     if step_s:
         begin_s = max(begin_s, end_s - _NUM_STEPS_SHOWN * step_s)
-    shown = [one for one in events if one.end_s > begin_s]
+    shown = [event for event in events if event.end_s > begin_s]
     kinds = {"park": 0, "fetch": 1, "stall": 2}
     rows: dict[str, list[tuple[float, float, int]]] = defaultdict(list)
-    for one in shown:
-        name = "waits" if one.kind == "stall" else one.lane
-        bar = (max(0.0, one.start_s - begin_s), one.end_s - begin_s, kinds.get(one.kind, 3))
+    for event in shown:
+        name = "waits" if event.kind == "stall" else event.lane
+        bar = (max(0.0, event.start_s - begin_s), event.end_s - begin_s, kinds.get(event.kind, 3))
         rows[name].append(bar)
     order = sorted(rows, key=lambda name: (name == "waits", name))
     return Bars(
@@ -105,10 +108,10 @@ def lanes(events: Sequence[Event], step_s: float) -> Bars:
         "lane is too slow for its copies. Short gaps in the lanes without waits are normal.",
         x_label="time",
         groups=(
-            Group(name="copy out (park)", colour="c0"),
-            Group(name="copy back (fetch)", colour="c2"),
-            Group(name="computation waits", colour="stall"),
-            Group(name="other", colour="muted"),
+            BarGroup(name="copy out (park)", colour="c0"),
+            BarGroup(name="copy back (fetch)", colour="c2"),
+            BarGroup(name="computation waits", colour="stall"),
+            BarGroup(name="other", colour="muted"),
         ),
         rows=thin_bars([(name, rows[name]) for name in order]),
         end=end_s - begin_s,
@@ -117,16 +120,16 @@ def lanes(events: Sequence[Event], step_s: float) -> Bars:
 
 def traffic_of(events: Sequence[Event]) -> Curves:
     """Return the chart of bytes per second on every lane."""
-    begin_s, end_s = min(one.start_s for one in events), max(one.end_s for one in events)
+    begin_s, end_s = min(event.start_s for event in events), max(event.end_s for event in events)
     lanes: dict[str, list[tuple[float, float, int]]] = defaultdict(list)
-    for one in events:
-        if one.kind != "stall":
-            lanes[one.lane].append((one.start_s, one.end_s, one.size_bytes))
+    for event in events:
+        if event.kind != "stall":
+            lanes[event.lane].append((event.start_s, event.end_s, event.size_bytes))
     step_s = (end_s - begin_s) / 200
     series = []
     for number, (name, moved) in enumerate(sorted(lanes.items())[:8]):
         rates = traffic(moved, begin_s, end_s)
-        points = [((at + 0.5) * step_s, rate) for at, rate in enumerate(rates.tolist())]
+        points = [((index + 0.5) * step_s, rate) for index, rate in enumerate(rates.tolist())]
         total_bytes = sum(size_bytes for _, _, size_bytes in moved)
         colour = hue((0, 2, 1, 3, 4, 5, 6, 7)[number])
         series.append(
@@ -149,7 +152,7 @@ def traffic_of(events: Sequence[Event]) -> Curves:
     )
 
 
-def _decisions(last: OffloadStatistics) -> Table:
+def _decisions(last: OffloadStatistics) -> ReportTable:
     lines = [("parked", last.parked_bytes, "left the device")]
     lines += [
         ("kept", size_bytes, reason.removeprefix("kept: "))
@@ -179,11 +182,11 @@ def _decisions(last: OffloadStatistics) -> Table:
     )
 
 
-def _modules(events: Sequence[Event]) -> Table:
+def _modules(events: Sequence[Event]) -> ReportTable:
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    for one in events:
-        if one.kind in ("park", "fetch"):
-            sums[one.label][one.kind == "fetch"] += one.size_bytes
+    for event in events:
+        if event.kind in ("park", "fetch"):
+            sums[event.label][event.kind == "fetch"] += event.size_bytes
     order = sorted(sums, key=lambda label: -sum(sums[label]))
     return table(
         "By module",
@@ -194,7 +197,7 @@ def _modules(events: Sequence[Event]) -> Table:
     )
 
 
-def _sums(sums: TierStatistics) -> Table:
+def _sums(sums: TierStatistics) -> ReportTable:
     lines = [
         ("copied out", format_bytes(sums.parked_bytes)),
         ("copied back", format_bytes(sums.fetched_bytes)),

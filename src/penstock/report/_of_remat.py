@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 from penstock import remat
 from penstock.arguments import checked
 from penstock.files import read_text
-from penstock.report._model import Curves, Headline, Mark, Section, Series, Table, hue
+from penstock.report._model import Curves, Headline, Mark, ReportTable, Section, Series, hue
 from penstock.report._part import Part, table
 from penstock.report._plans import plan_marks, plan_timeline
 from penstock.report._thin import thin, thin_positions
@@ -22,7 +22,7 @@ _SHARES = (0.95, 0.8, 0.65, 0.5, 0.35, 0.2)
 
 def parts_of_step(step: remat.OptimizedStep) -> list[Part]:
     """Return a part per planned shape of the arguments, for the last four."""
-    return [part_of_planned(one) for one in step.plans[-4:]]
+    return [part_of_planned(planned) for planned in step.plans[-4:]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ def part_of_problem(file: Path) -> Part:
     beside = file.with_name(_ASKED_FILE)
     asked = TypeAdapter(_Asked).validate_json(read_text(beside)) if beside.is_file() else _Asked()
     smallest_bytes = remat.smallest_budget_bytes(problem, method=asked.method)
-    met = [one for one in asked.budgets_bytes if one >= smallest_bytes]
+    met = [budget for budget in asked.budgets_bytes if budget >= smallest_bytes]
     budget_bytes = (met or [smallest_bytes])[0]
     plan = remat.plan(problem, budget_bytes, method=asked.method)
     planned = remat.Planned(problem=problem, plan=plan, budget_bytes=budget_bytes)
@@ -60,7 +60,7 @@ def part_of_problem(file: Path) -> Part:
 def part_of_planned(planned: remat.Planned, what: str = "the plan", asked: _Asked | None = None) -> Part:
     """Return the part for a plan, with the cost of other budgets."""
     problem, plan = planned.problem, planned.plan
-    swapped_bytes = sum(problem.storages[one].size_bytes for one in plan.gone_slots)
+    swapped_bytes = sum(problem.storages[storage].size_bytes for storage in plan.gone_slots)
     budget_bytes = planned.budget_bytes if planned.has_budget else None
     num_again = len(plan.slots) - len(problem.operators)
     done = [f"recomputes {num_again:,} operators"] if num_again else []
@@ -98,12 +98,12 @@ def _memory(planned: remat.Planned, budget_bytes: int | None) -> Curves:
     free = remat.plan(problem, 2**62)
     series = [
         Series(
-            name=f"{name}: peak {format_bytes(one.peak_bytes)}",
-            points=_steps(problem, one),
+            name=f"{name}: peak {format_bytes(drawn.peak_bytes)}",
+            points=_steps(problem, drawn),
             style="step",
-            colour=hue(at),
+            colour=hue(index),
         )
-        for name, one, at in (("as planned", plan, 0), ("without a plan", free, 1))
+        for name, drawn, index in (("as planned", plan, 0), ("without a plan", free, 1))
     ]
     colours = {"recomputed": hue(2), "swapped out": hue(0), "called back": hue(3)}
     return Curves(
@@ -131,8 +131,8 @@ def _steps(problem: remat.RematProblem, plan: remat.RematPlan) -> tuple[tuple[fl
 def _pareto(planned: remat.Planned, what: str, asked: _Asked) -> Curves:
     problem, plan = planned.problem, planned.plan
     budgets = [*(int(share * plan.keep_all_peak_bytes) for share in _SHARES), *asked.budgets_bytes]
-    found = [one for one in remat.pareto(problem, budgets, method=asked.method) if one is not None]
-    points = sorted({(one.peak_bytes, one.extra_s / max(one.step_s, 1e-12)) for one in found})
+    found = [point for point in remat.pareto(problem, budgets, method=asked.method) if point is not None]
+    points = sorted({(point.peak_bytes, point.extra_s / max(point.step_s, 1e-12)) for point in found})
     points.append((plan.keep_all_peak_bytes, 0.0))
     chosen = ((float(plan.peak_bytes), plan.extra_s / max(plan.step_s, 1e-12)),)
     return Curves(
@@ -150,7 +150,7 @@ def _pareto(planned: remat.Planned, what: str, asked: _Asked) -> Curves:
     )
 
 
-def _storages(planned: remat.Planned) -> Table:
+def _storages(planned: remat.Planned) -> ReportTable:
     problem = planned.problem
     lines: list[Sequence[str]] = []
     for index, reason in planned.reasons():

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from penstock.probe import PeakReport
-from penstock.report._model import MOST_ROWS, Bars, Curves, Group, Headline, Mark, Row, Section, Series, clipped, hue
+from penstock.report._model import MOST_ROWS, BarGroup, Bars, Curves, Headline, Mark, Row, Section, Series, clipped, hue
 from penstock.report._part import Part, share, table
 from penstock.report._thin import thin, thin_positions
 from penstock.tiers import Budget, Event, PlaceUse
@@ -14,9 +14,9 @@ def part_of_budget(budget: Budget) -> Part:
     """Return the part for a budget: the holders of bytes in each place."""
     uses = budget.uses()
     holders = list(dict.fromkeys(holder.name for use in uses for holder in use.holders))
-    groups = [Group(name=clipped(name), colour=hue(at)) for at, name in enumerate(holders)]
-    groups += [Group(name="no named holder", colour="c9"), Group(name="held before, at the peak", colour="muted")]
-    device = next((one for one in uses if one.place == "device"), None)
+    groups = [BarGroup(name=clipped(name), colour=hue(index)) for index, name in enumerate(holders)]
+    groups += [BarGroup(name="no named holder", colour="c9"), BarGroup(name="held before, at the peak", colour="muted")]
+    device = next((use for use in uses if use.place == "device"), None)
     lines: list[Sequence[str]] = []
     for use in uses:
         limit = "-" if use.limit_bytes is None else format_bytes(use.limit_bytes)
@@ -31,10 +31,10 @@ def part_of_budget(budget: Budget) -> Part:
             )
         )
         lines += [
-            (use.place, one.name, format_bytes(one.held_bytes), format_bytes(one.peak_bytes), "", "")
-            for one in use.holders
+            (use.place, holder.name, format_bytes(holder.held_bytes), format_bytes(holder.peak_bytes), "", "")
+            for holder in use.holders
         ]
-    kept = [f"{one.place} {format_bytes(one.peak_bytes)}" for one in uses if one.peak_bytes]
+    kept = [f"{use.place} {format_bytes(use.peak_bytes)}" for use in uses if use.peak_bytes]
     section = Section(
         kind="budget",
         title="The account of bytes",
@@ -75,7 +75,7 @@ def part_of_peak(report: PeakReport, events: Sequence[Event] = ()) -> Part:
     charts: tuple[Curves, ...] = ()
     if timeline:
         zero_s, end_s = timeline[0][0], timeline[-1][0]
-        events = [one for one in events if zero_s <= one.end_s and one.start_s <= end_s]
+        events = [event for event in events if zero_s <= event.end_s and event.start_s <= end_s]
         charts = (_timeline(report, events),)
     lines = [
         ("peak", format_bytes(report.peak_bytes)),
@@ -101,13 +101,13 @@ def part_of_peak(report: PeakReport, events: Sequence[Event] = ()) -> Part:
 
 def _row(use: PlaceUse, holders: list[str]) -> Row:
     whole = max(use.limit_bytes or use.peak_bytes, 1)
-    together = sum(one.held_bytes for one in use.holders)
+    together = sum(holder.held_bytes for holder in use.holders)
     shrunk = min(1.0, use.held_bytes / together) if together else 1.0
     bars, at_bytes = [], 0.0
-    for one in use.holders:
-        if one.held_bytes:
-            end_bytes = at_bytes + one.held_bytes * shrunk
-            bars.append((at_bytes / whole, end_bytes / whole, holders.index(one.name)))
+    for holder in use.holders:
+        if holder.held_bytes:
+            end_bytes = at_bytes + holder.held_bytes * shrunk
+            bars.append((at_bytes / whole, end_bytes / whole, holders.index(holder.name)))
             at_bytes = end_bytes
     for until_bytes, group in ((use.held_bytes, len(holders)), (use.peak_bytes, len(holders) + 1)):
         if until_bytes > at_bytes + 0.5:
@@ -126,7 +126,7 @@ def _timeline(report: PeakReport, events: Sequence[Event]) -> Curves:
         ("fetch", "fetched", hue(2)),
         ("stall", "waits", "stall"),
     ):
-        times_s = [one.end_s - zero_s for one in events if one.kind == kind]
+        times_s = [event.end_s - zero_s for event in events if event.kind == kind]
         if times_s:
             marks.append(Mark(name=name, positions=thin_positions(times_s), num_events=len(times_s), colour=colour))
     return Curves(

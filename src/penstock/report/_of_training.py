@@ -1,7 +1,7 @@
 """The part of a page about an offloaded training: the device during a step, the copies, and the waits."""
 
 from penstock.offload import Held, Training, TrainingStatistics
-from penstock.report._model import Bars, Curves, Headline, Section, Series, Table, Wear, hue
+from penstock.report._model import Bars, Curves, Headline, ReportTable, Section, Series, Wear, hue
 from penstock.report._of_offload import capacity_bytes, lanes, traffic_of
 from penstock.report._part import Part, table
 from penstock.report._thin import thin
@@ -55,10 +55,10 @@ def _text(last: TrainingStatistics, budget_bytes: int) -> str:
 
 def _held(timeline: tuple[Held, ...], budget_bytes: int) -> Curves:
     kinds = list(timeline[0].held_bytes)
-    series, below = [], [float(one.others_bytes) for one in timeline]
+    series, below = [], [float(held.others_bytes) for held in timeline]
     for number, kind in enumerate(kinds):
-        below = [size + one.held_bytes[kind] for size, one in zip(below, timeline, strict=True)]
-        points = [(one.at_s, size) for one, size in zip(timeline, below, strict=True)]
+        below = [size + held.held_bytes[kind] for size, held in zip(below, timeline, strict=True)]
+        points = [(held.at_s, size) for held, size in zip(timeline, below, strict=True)]
         name = kind if not number else f"and {kind}"
         series.append(Series(name=name, points=thin(points), style="step", colour=hue((0, 2, 1, 3)[number])))
     return Curves(
@@ -75,7 +75,7 @@ def _held(timeline: tuple[Held, ...], budget_bytes: int) -> Curves:
     )
 
 
-def _moved(last: TrainingStatistics) -> Table:
+def _moved(last: TrainingStatistics) -> ReportTable:
     parameters = max(1, last.num_parameters)
     lines = [
         (

@@ -1,6 +1,6 @@
 """The part of a page about tiered features: where rows are, and which tier served accesses, planned and counted."""
 
-from penstock.report._model import Bars, Group, Headline, Row, Section, hue
+from penstock.report._model import BarGroup, Bars, Headline, Row, Section, hue
 from penstock.report._part import Part, share, table
 from penstock.unified import TieredFeatures
 from penstock.units import format_bytes, format_duration
@@ -15,9 +15,9 @@ def part_of_features(features: TieredFeatures) -> Part:
     planned = (plan.device_share, plan.host_share, plan.disk_share)
     served = (counted.device_rows, counted.host_rows, counted.disk_rows)
     total = sum(served)
-    bars = [("rows", [one / max(1, sum(rows)) for one in rows]), ("accesses, planned", list(planned))]
+    bars = [("rows", [count / max(1, sum(rows)) for count in rows]), ("accesses, planned", list(planned))]
     if total:
-        bars.append(("accesses, counted", [one / total for one in served]))
+        bars.append(("accesses, counted", [count / total for count in served]))
         text = (
             f"{counted.hit_rate:.1%} of {total:,} rows came from memory; the plan expected "
             f"{plan.hit_rate:.1%}. The disk read {counted.read_amplification:.2f} bytes for each byte of a row, in "
@@ -28,13 +28,13 @@ def part_of_features(features: TieredFeatures) -> Part:
     lines = [
         (
             name,
-            f"{rows[at]:,}",
-            format_bytes(rows[at] * plan.row_bytes),
-            f"{planned[at]:.1%}",
-            share(served[at], total),
-            f"{served[at]:,}",
+            f"{rows[index]:,}",
+            format_bytes(rows[index] * plan.row_bytes),
+            f"{planned[index]:.1%}",
+            share(served[index], total),
+            f"{served[index]:,}",
         )
-        for at, name in enumerate(_TIERS)
+        for index, name in enumerate(_TIERS)
     ]
     disk = [
         ("requests", f"{counted.disk_requests:,}"),
@@ -46,7 +46,7 @@ def part_of_features(features: TieredFeatures) -> Part:
     section = Section(
         kind="unified",
         title="Features in tiers",
-        text=f"A table of {' x '.join(f'{one:,}' for one in features.shape)}. {text}",
+        text=f"A table of {' x '.join(f'{size:,}' for size in features.shape)}. {text}",
         headline=Headline(
             what=f"features, {sum(rows):,} rows",
             in_bytes=total * features.row_bytes,
@@ -58,7 +58,9 @@ def part_of_features(features: TieredFeatures) -> Part:
                 "larger than the planned one, the scores do not match what the sampler reads.",
                 x_label="share",
                 x_unit="share",
-                groups=tuple(Group(name=name, colour=hue(at)) for name, at in zip(_TIERS, (0, 2, 1), strict=True)),
+                groups=tuple(
+                    BarGroup(name=name, colour=hue(colour)) for name, colour in zip(_TIERS, (0, 2, 1), strict=True)
+                ),
                 rows=tuple(Row(name=name, bars=_stacked(shares)) for name, shares in bars),
                 end=1.0,
             ),
@@ -73,8 +75,8 @@ def part_of_features(features: TieredFeatures) -> Part:
 
 def _stacked(shares: list[float]) -> tuple[tuple[float, float, int], ...]:
     bars, begin = [], 0.0
-    for at, one in enumerate(shares):
-        if one > 0:
-            bars.append((begin, min(1.0, begin + one), at))
-            begin += one
+    for index, length in enumerate(shares):
+        if length > 0:
+            bars.append((begin, min(1.0, begin + length), index))
+            begin += length
     return tuple(bars)

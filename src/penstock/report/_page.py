@@ -12,7 +12,7 @@ import jinja2
 
 from penstock._version import __version__
 from penstock.report._draw import Drawing, draw
-from penstock.report._model import Code, Headline, Section, Table, Wear
+from penstock.report._model import Code, Headline, ReportTable, Section, Wear
 from penstock.tiers import ssd_life_s
 from penstock.units import format_bytes, format_duration
 
@@ -48,9 +48,9 @@ def page(
         title=title,
         version=__version__,
         written=now.strftime("%d %B %Y, %H:%M"),
-        summary=_lines(_summary([one.headline for one in sections], rated_bytes)),
-        notes=_notes([one.headline for one in sections], rated_bytes),
-        sections=[_shown(one, trace) for one, trace in zip(sections, traces, strict=True)],
+        summary=_lines(_summary([section.headline for section in sections], rated_bytes)),
+        notes=_notes([section.headline for section in sections], rated_bytes),
+        sections=[_shown(section, trace) for section, trace in zip(sections, traces, strict=True)],
     )
 
 
@@ -58,35 +58,36 @@ def _shown(section: Section, trace: str | None) -> _Shown:
     return _Shown(
         section.title,
         section.text,
-        [draw(one) for one in section.charts],
-        [_lines(one) for one in section.tables],
+        [draw(chart) for chart in section.charts],
+        [_lines(table) for table in section.tables],
         section.codes,
         trace,
     )
 
 
-def _lines(table: Table) -> _Lines:
+def _lines(table: ReportTable) -> _Lines:
     """Return a table for the template. A column counts as numbers if all its cells look like numbers."""
     columns = list(zip(*table.lines, strict=True)) or [()] * len(table.columns)
     is_number = [any(column) and all(_NUMBER.fullmatch(cell) for cell in column) for column in columns]
     return _Lines(table.title, table.note, table.columns, table.lines, is_number)
 
 
-def _summary(headlines: Sequence[Headline], rated_bytes: int | None) -> Table:
-    return Table(
+def _summary(headlines: Sequence[Headline], rated_bytes: int | None) -> ReportTable:
+    return ReportTable(
         title="What ran",
         columns=("run", "device peak", "budget", "stalls", "moved out", "moved in", "SSD life"),
         lines=tuple(
             (
-                one.what,
-                _size(one.peak_bytes) + (" (plan)" if one.is_peak_predicted and one.peak_bytes is not None else ""),
-                _size(one.budget_bytes),
-                _stalls(one),
-                _size(one.out_bytes),
-                _size(one.in_bytes),
-                _life(one.wear, rated_bytes),
+                headline.what,
+                _size(headline.peak_bytes)
+                + (" (plan)" if headline.is_peak_predicted and headline.peak_bytes is not None else ""),
+                _size(headline.budget_bytes),
+                _stalls(headline),
+                _size(headline.out_bytes),
+                _size(headline.in_bytes),
+                _life(headline.wear, rated_bytes),
             )
-            for one in headlines
+            for headline in headlines
         ),
     )
 
@@ -94,11 +95,14 @@ def _summary(headlines: Sequence[Headline], rated_bytes: int | None) -> Table:
 def _notes(headlines: Sequence[Headline], rated_bytes: int | None) -> list[str]:
     """Return sentences for below the summary: exceeded budgets, and what is assumed about disks."""
     notes = [
-        f"{one.what}: its peak of {format_bytes(one.peak_bytes)} is above the budget, {format_bytes(one.budget_bytes)}."
-        for one in headlines
-        if one.peak_bytes is not None and one.budget_bytes is not None and one.peak_bytes > one.budget_bytes
+        f"{headline.what}: its peak of {format_bytes(headline.peak_bytes)} is above the budget, "
+        f"{format_bytes(headline.budget_bytes)}."
+        for headline in headlines
+        if headline.peak_bytes is not None
+        and headline.budget_bytes is not None
+        and headline.peak_bytes > headline.budget_bytes
     ]
-    worn = [one.wear for one in headlines if one.wear is not None and one.wear.written_bytes]
+    worn = [headline.wear for headline in headlines if headline.wear is not None and headline.wear.written_bytes]
     if worn and rated_bytes is not None:
         notes.append(f"SSD life: how long a drive rated for {rated_bytes / 1e12:,.4g} TB of writes lasts at this rate.")
     elif worn:

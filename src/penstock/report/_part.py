@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.report._model import MOST_LINES, Section, Table, clipped
+from penstock.report._model import MOST_LINES, ReportTable, Section, clipped
 from penstock.tiers import Event, write_trace
 
 MOST_EVENTS = 200_000
@@ -52,12 +52,12 @@ def trace_names(parts: Sequence[Part], prefix: str = "") -> list[str | None]:
 
 def table(
     title: str, columns: Sequence[str], lines: Iterable[Sequence[str]], *, note: str = "", most: int = MOST_LINES
-) -> Table:
+) -> ReportTable:
     """Return a table of the first ``most`` lines, with long cells cut; the note says how many lines are left out."""
     kept = list(lines)
     if len(kept) > most:
         note = f"{note} {len(kept) - most:,} more are left out.".strip()
-    return Table(
+    return ReportTable(
         title=title,
         columns=tuple(columns),
         lines=tuple(tuple(clipped(cell) for cell in line) for line in kept[:most]),

@@ -8,6 +8,7 @@ from penstock import fleet, offload, probe, remat, tiers, unified
 from penstock.errors import PenstockError
 from penstock.report import (
     _of_advice,
+    _of_demo,
     _of_fleet,
     _of_offload,
     _of_remat,
@@ -31,7 +32,7 @@ def parts_of(things: Sequence[Any]) -> list[Part]:
     """
     if not things:
         raise ValueError(f"there is nothing to report on: write_html('run.html', offloader). It takes {_KINDS}")
-    events = [event for one in things if isinstance(one, offload.Offloader) for event in one.trace()]
+    events = [event for thing in things if isinstance(thing, offload.Offloader) for event in thing.trace()]
     parts: list[Part] = []
     for thing in things:
         if isinstance(thing, str | Path):
@@ -46,7 +47,7 @@ def parts_of(things: Sequence[Any]) -> list[Part]:
 
 
 def parts_of_folder(folder: Path) -> list[Part]:
-    """Return the parts for a folder: those that `save` wrote; otherwise a fleet's run, a planned problem, or both.
+    """Return the parts for a folder: those that `save` wrote; a demo's; or a fleet's run, a planned problem, or both.
 
     Raises ``PenstockError`` for any other folder.
     """
@@ -54,7 +55,9 @@ def parts_of_folder(folder: Path) -> list[Part]:
         raise PenstockError(f"{folder} is no folder; give one that report.save wrote, or a fleet's run_dir")
     if _saved.is_saved(folder):
         return _saved.load(folder)
-    parts = []
+    parts = [_of_demo.part_of_demo(folder)] if _of_demo.is_demo(folder) else []
+    for file in sorted((folder / "runs").glob(f"*/{_saved.REPORT_FILE}")):
+        parts += _saved.load(file.parent)
     if _of_fleet.is_run_dir(folder):
         parts.append(_of_fleet.part_of_run_dir(folder))
     if (folder / "problem.json").is_file():

@@ -153,12 +153,12 @@ def gantt(
     jobs = list(dict.fromkeys(job for units in rows.values() for _, _, job in units))
     colours = importlib.import_module("matplotlib").colormaps["tab20"]
     number_of = {job: number for number, job in enumerate(jobs)}
-    for at, units in enumerate(rows.values()):
+    for index, units in enumerate(rows.values()):
         bars: dict[str, list[tuple[float, float]]] = {}
         for begin, end, job in units:
             bars.setdefault(job, []).append((begin, end - begin))
         for job, own in bars.items():
-            axes.broken_barh(own, (at - 0.4, 0.8), color=colours(number_of[job] % 20), linewidth=0)
+            axes.broken_barh(own, (index - 0.4, 0.8), color=colours(number_of[job] % 20), linewidth=0)
     axes.set_yticks(range(len(rows)), list(rows))
     axes.invert_yaxis()
     axes.set_xlim(left=min((begin for units in rows.values() for begin, _, _ in units), default=0.0))
@@ -182,12 +182,12 @@ def curves(
     figure, axes = _axes(x_label, y_label, title)
     colours = importlib.import_module("matplotlib").colormaps["tab20"]
     order = sorted((name for name in series if len(series[name])), key=lambda name: -series[name][-1])
-    for at, name in enumerate(order):
+    for index, name in enumerate(order):
         values = series[name]
         marker = "o" if len(values) == 1 else None
         steps = range(1, len(values) + 1)
-        label = name if at < _MOST_LABELS else "_"  # which legends leave out
-        axes.plot(steps, values, color=colours(at % 20), linewidth=1.2, marker=marker, label=label)
+        label = name if index < _MOST_LABELS else "_"  # which legends leave out
+        axes.plot(steps, values, color=colours(index % 20), linewidth=1.2, marker=marker, label=label)
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
     _save(figure, path)
 

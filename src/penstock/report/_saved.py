@@ -26,7 +26,7 @@ class _SavedPart:
 
 
 @dataclass(frozen=True, slots=True)
-class _Saved:
+class _SavedReport:
     format: int
     parts: Annotated[tuple[_SavedPart, ...], Field(max_length=1000)]
 
@@ -43,10 +43,12 @@ def write(folder: Path, parts: list[Part]) -> Path:
     for part, name in zip(parts, names, strict=True):
         if name is not None:
             part.write_trace(folder / name)
-    saved = _Saved(_FORMAT, tuple(_SavedPart(one.section, name) for one, name in zip(parts, names, strict=True)))
+    saved = _SavedReport(
+        _FORMAT, tuple(_SavedPart(part.section, name) for part, name in zip(parts, names, strict=True))
+    )
     path = folder / REPORT_FILE
     draft = folder / f"{REPORT_FILE}.{os.getpid()}"
-    draft.write_bytes(TypeAdapter(_Saved).dump_json(saved))
+    draft.write_bytes(TypeAdapter(_SavedReport).dump_json(saved))
     draft.replace(path)
     return path
 
@@ -57,18 +59,18 @@ def load(folder: Path) -> list[Part]:
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise ValueError(f"it has {path.stat().st_size:,} bytes, and no report has more than {_MOST_BYTES:,}")
-        saved = TypeAdapter(_Saved).validate_json(path.read_bytes())
+        saved = TypeAdapter(_SavedReport).validate_json(path.read_bytes())
         if saved.format != _FORMAT:
             raise ValueError(f"it is of format {saved.format}, and this version of Penstock reads {_FORMAT}")
-        for one in saved.parts:
-            _check(one)
+        for part in saved.parts:
+            _check(part)
     except ValidationError as error:
         fault = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, fault["loc"]))
         raise _damaged(path, f"{where}: {fault['msg']}" if where else fault["msg"]) from None
     except (OSError, ValueError) as error:
         raise _damaged(path, str(error)) from None
-    return [Part(section=one.section, saved_trace=_trace_of(folder, one.trace)) for one in saved.parts]
+    return [Part(section=part.section, saved_trace=_trace_of(folder, part.trace)) for part in saved.parts]
 
 
 def _check(part: _SavedPart) -> None:

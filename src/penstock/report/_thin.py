@@ -25,7 +25,7 @@ def thin(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> tupl
 
 def thin_positions(positions: Iterable[float], most: int = MOST_POINTS) -> tuple[float, ...]:
     """Return at most ``most`` of ``positions``, ascending: one per stretch."""
-    array = np.sort(np.fromiter((one for one in positions if math.isfinite(one)), dtype=np.float64))
+    array = np.sort(np.fromiter((position for position in positions if math.isfinite(position)), dtype=np.float64))
     if len(array) > most:
         stretches = _stretches(array, most)
         array = array[np.flatnonzero(np.diff(stretches, prepend=-1))]
@@ -42,8 +42,8 @@ def thin_bars(rows: Sequence[tuple[str, Sequence[tuple[float, float, int]]]], mo
     if sum(len(bars) for _, bars in rows) <= most:
         return tuple(Row(name=name, bars=tuple((_short(a), _short(b), g) for a, b, g in bars)) for name, bars in rows)
     arrays = [np.array(bars, dtype=np.float64).reshape(-1, 3) for _, bars in rows]
-    begin = min(float(one[:, 0].min()) for one in arrays if len(one))
-    end = max(float(one[:, 1].max()) for one in arrays if len(one))
+    begin = min(float(array[:, 0].min()) for array in arrays if len(array))
+    end = max(float(array[:, 1].max()) for array in arrays if len(array))
     edges = np.linspace(begin, end, most // len(rows) + 1)
     return tuple(
         Row(name=name, bars=tuple(_joined(edges, _owners(edges, array))))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from penstock.arguments import checked
+from penstock.units import format_fields
 
 _TERABYTES_WRITTEN_PER_TERABYTE = 600
 """Rated endurance of common SSDs, in bytes written per byte of capacity (600 TBW for a drive of 1 TB)."""
@@ -36,6 +37,9 @@ class TierStatistics:
     """Bytes in live extents, per tier."""
     reserved_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes taken from the system, per tier (``du`` does not show unnamed files)."""
+
+    def __str__(self) -> str:
+        return format_fields(self)
 
 
 @checked(

@@ -17,6 +17,7 @@ from penstock.unified._graph import as_seeds
 from penstock.unified._sampler import NeighborSampler, Sample
 from penstock.unified._tensor import UnifiedTensor
 from penstock.unified._tiered import TieredFeatures
+from penstock.units import format_fields
 
 Item = TypeVar("Item")
 Features = torch.Tensor | TieredFeatures
@@ -71,6 +72,9 @@ class LoaderStatistics:
         """Share of sampling and reading that overlapped with the step, 0 to 1."""
         total = self.sample_s + self.gather_s
         return max(0.0, 1 - self.stall_s / total) if total else 1.0
+
+    def __str__(self) -> str:
+        return format_fields(self, "hidden_share")
 
 
 class Loader:

@@ -12,6 +12,7 @@ from penstock.unified._library import address, library
 from penstock.unified._memory import InPlace, Memory
 from penstock.unified._readers import Readers
 from penstock.unified._rows import RowType, as_index, check_range, gather, out_of_range
+from penstock.units import format_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,9 @@ class FeatureStatistics:
     def read_amplification(self) -> float:
         """Bytes read from the disk for each byte of a row; 1 if none were read."""
         return self.disk_read_bytes / self.disk_row_bytes if self.disk_row_bytes else 1.0
+
+    def __str__(self) -> str:
+        return format_fields(self, "hit_rate", "read_amplification")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

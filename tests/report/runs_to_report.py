@@ -1,9 +1,6 @@
-"""Things to report on, made of numbers alone, and a reader of pages."""
+"""Runs to report on, made of numbers alone."""
 
 import json
-import xml.etree.ElementTree as ET
-from dataclasses import dataclass
-from html.parser import HTMLParser
 
 from penstock.advisor import Advice, Option
 from penstock.fleet import FleetState, JobRow
@@ -13,6 +10,8 @@ from penstock.tiers import Budget, Holder, PlaceUse
 
 EVIL = "<script>alert('1')</script>"
 MIB = 2**20
+UNITS = [("a", 0, 10.0, 11.0, 0.0), (EVIL, 1, 10.5, 12.5, 0.5), ("a", 0, 11.0, 14.0, 1.0)]
+JOBS = [("a", "done", None), (EVIL, "failed", f"it broke: {EVIL}")]
 
 
 def problem(num_layers=6, size_bytes=MIB):
@@ -114,74 +113,3 @@ def write_run(folder, units=(), jobs=(), losses=None):
     ])  # fmt: skip
     state.say_ended()
     return folder
-
-
-@dataclass
-class Table:
-    caption: str
-    header: list
-    lines: list
-
-    def column(self, name):
-        return [line[self.header.index(name)] for line in self.lines]
-
-    def line(self, name):
-        return next(line for line in self.lines if line[0] == name)
-
-
-class Page(HTMLParser):
-    """What a page says: its text, tables, pictures and attributes, and whether every tag is closed."""
-
-    _VOID = {"meta", "br", "img", "link", "input"}
-
-    def __init__(self, path):
-        super().__init__()
-        self.source = path.read_text()
-        self.text, self.tables, self.attributes, self.tags, self.titles = [], [], [], [], []
-        self._open, self._cell = [], None
-        self.feed(self.source)
-        assert self._open == []
-        self.svgs = [ET.fromstring(f"<svg{part.split('</svg>')[0]}</svg>") for part in self.source.split("<svg")[1:]]
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append(tag)
-        self.attributes += attributes
-        if tag not in self._VOID:
-            self._open.append(tag)
-        if tag == "table":
-            self.tables.append(Table("", [], []))
-        elif tag == "tr":
-            self.tables[-1].lines.append([])
-        elif tag in ("th", "td", "caption"):
-            self._cell = []
-
-    def handle_startendtag(self, tag, attributes):
-        self.tags.append(tag)
-        self.attributes += attributes
-
-    def handle_endtag(self, tag):
-        assert self._open.pop() == tag
-        if tag in ("th", "td"):
-            self.tables[-1].lines[-1].append("".join(self._cell))
-        elif tag == "caption":
-            self.tables[-1].caption = "".join(self._cell)
-        elif tag == "thead":
-            self.tables[-1].header = self.tables[-1].lines.pop()
-        if tag in ("th", "td", "caption"):
-            self._cell = None
-
-    def handle_data(self, data):
-        if self._open and self._open[-1] == "style":
-            return
-        self.text.append(data)
-        if self._cell is not None:
-            self._cell.append(data)
-
-    def says(self, words):
-        return words in " ".join("".join(self.text).split())
-
-    def table(self, caption):
-        return next(one for one in self.tables if one.caption.startswith(caption))
-
-    def values_of(self, name):
-        return [value for key, value in self.attributes if key == name]

@@ -15,18 +15,18 @@ Loss = Callable[[Any, Batch], torch.Tensor]
 """A function of the model and a batch that returns a scalar: ``lambda model, batch: model(**batch).loss``."""
 
 
-class Task:
+class Workload:
     """A model, a batch and a loss."""
 
     def __init__(self, model: nn.Module, batch: Batch, loss: Loss | None, optimizer: torch.optim.Optimizer | None):
         self.model, self.optimizer = model, optimizer
         self.batch = dict(batch) if isinstance(batch, Mapping) else batch  # PyTorch sees no tree in a BatchEncoding
         self._loss = loss
-        self.evaluates = not any(one.training for one in model.modules())
+        self.evaluates = not any(module.training for module in model.modules())
         """Whether the model is in evaluation mode, as ``from_pretrained`` leaves it. It is tried in training mode."""
         self._has_loss_attribute = False
-        places = {one.device for one in [*model.parameters(), *_tensors(self.batch)]}
-        if len({one.type for one in places}) > 1:
+        places = {tensor.device for tensor in [*model.parameters(), *_tensors(self.batch)]}
+        if len({place.type for place in places}) > 1:
             raise ValueError(
                 f"the model and the batch must be on one device, got {sorted(map(str, places))}: "
                 "penstock.advise(model.to(device), batch.to(device), budget)"
@@ -68,34 +68,34 @@ class Task:
     @property
     def input_bytes(self) -> int:
         """Bytes of parameters, buffers and the batch."""
-        return self.batch_bytes + sum(one.nbytes for one in [*self.model.parameters(), *self.model.buffers()])
+        return self.batch_bytes + sum(tensor.nbytes for tensor in [*self.model.parameters(), *self.model.buffers()])
 
     @property
     def batch_bytes(self) -> int:
         """Bytes of the batch."""
-        return sum(one.nbytes for one in _tensors(self.batch))
+        return sum(tensor.nbytes for tensor in _tensors(self.batch))
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes of the gradients that exist now."""
-        return sum(one.grad.nbytes for one in self.model.parameters() if one.grad is not None)
+        return sum(parameter.grad.nbytes for parameter in self.model.parameters() if parameter.grad is not None)
 
     @property
     def set_aside_bytes(self) -> int:
         """Bytes that ``left_as_found`` holds and training does not: earlier gradients, and copies of buffers."""
-        return self.gradient_bytes + sum(one.nbytes for one in self.model.buffers())
+        return self.gradient_bytes + sum(buffer.nbytes for buffer in self.model.buffers())
 
     def drop_gradients(self) -> None:
         """Drop all gradients, so that only those of the option under trial take memory."""
-        for one in self.model.parameters():
-            one.grad = None
+        for parameter in self.model.parameters():
+            parameter.grad = None
 
     @contextlib.contextmanager
     def left_as_found(self) -> Iterator[None]:
         """Restore gradients, buffers, modes and random numbers after the block."""
-        gradients = [(one, one.grad) for one in self.model.parameters()]
-        buffers = [(one, one.detach().clone()) for one in self.model.buffers()]
-        modes = [(one, one.training) for one in self.model.modules()]
+        gradients = [(parameter, parameter.grad) for parameter in self.model.parameters()]
+        buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
+        modes = [(module, module.training) for module in self.model.modules()]
         self.drop_gradients()
         if self.evaluates:
             self.model.train()
@@ -103,8 +103,8 @@ class Task:
             with random_forked([self.device]):
                 yield
         finally:
-            for one, gradient in gradients:
-                one.grad = gradient
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
@@ -128,4 +128,4 @@ class Task:
 
 
 def _tensors(batch: Batch) -> Sequence[torch.Tensor]:
-    return [one for one in pytree.tree_leaves(batch) if isinstance(one, torch.Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
