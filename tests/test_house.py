@@ -4,8 +4,10 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -285,3 +287,99 @@ def test_an_unknown_room_names_those_there_are():
 
 def test_version_comes_from_one_place():
     assert penstock.__version__ in (SOURCE / "_version.py").read_text()
+
+
+MOST_METHODS, MOST_ATTRIBUTES = 20, 12
+
+
+def width(node):
+    """The number of methods of a class and of attributes that it declares or sets on itself."""
+    methods = [part for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)]
+    declared = {
+        part.target.id for part in node.body if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)
+    }
+    stored = {
+        part.attr
+        for part in ast.walk(node)
+        if isinstance(part, ast.Attribute)
+        and isinstance(part.ctx, ast.Store)
+        and isinstance(part.value, ast.Name)
+        and part.value.id == "self"
+    }
+    return len(methods), len(declared | stored)
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_a_wide_class_says_why(file):
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ClassDef):
+            methods, attributes = width(node)
+            is_wide = methods > MOST_METHODS or attributes > MOST_ATTRIBUTES
+            says_why = "wide because" in " ".join((ast.get_docstring(node) or "").split())
+            assert says_why or not is_wide, (
+                f"{node.name} has {methods} methods and {attributes} attributes: split it, or say in its docstring that"
+                " it is wide because ..."
+            )
+
+
+SHARED_NAMES = {
+    "Backend": "torch.compile calls its compilers so, and `devices` its kinds",
+}
+"""Names of several classes, each with the reason."""
+
+
+def test_every_class_has_a_name_of_its_own():
+    places = defaultdict(list)
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(str(file.relative_to(SOURCE)))
+    assert {name: files for name, files in places.items() if len(files) > 1 and name not in SHARED_NAMES} == {}
+
+
+NAMES_THAT_SAY_NOTHING = {"one", "found", "made", "given", "at"}
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_loop_variables_say_what_they_hold(file):
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.For | ast.comprehension):
+            names = {part.id for part in ast.walk(node.target) if isinstance(part, ast.Name)}
+            assert not names & NAMES_THAT_SAY_NOTHING, f"{file}:{node.target.lineno}: {names}"
+
+
+OTHERS_PRIVATE = {
+    ("offload/_order.py", "_use_from"): "the order of another step is of the same class",
+    ("testing/_faulty.py", "_read_some"): "a tier's own way to read, which a faulty tier wraps",
+    ("testing/_faulty.py", "_write_some"): "a tier's own way to write, which a faulty tier wraps",
+}
+"""Private names of our own that another object uses, each with the reason."""
+
+
+PYTORCHS_AS_WELL = {
+    "_base", "_buffers", "_modules", "_opt_called", "_parameters", "_trace", "_version", "_wrapped_by_lr_sched",
+}  # fmt: skip
+
+
+def owned_privately(tree):
+    """The private names that a file's classes give to themselves."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield from (part.name for part in node.body if isinstance(part, ast.FunctionDef))
+            for part in ast.walk(node):
+                if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store):
+                    yield part.attr
+
+
+def test_no_object_uses_what_is_private_to_another():
+    trees = {str(file.relative_to(SOURCE)): ast.parse(file.read_text()) for file in FILES}
+    ours = {name for tree in trees.values() for name in owned_privately(tree) if re.fullmatch(r"_[a-z]\w*", name)}
+    ours -= PYTORCHS_AS_WELL
+    used = {
+        (file, node.attr)
+        for file, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in ours
+        if ast.unparse(node.value) not in {"self", "cls", "super()"}
+    }
+    assert used == set(OTHERS_PRIVATE)

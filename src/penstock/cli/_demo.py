@@ -184,7 +184,7 @@ def _report(outcome: _Outcome, out: Path, disk: Path, console: Console) -> Answe
             f"{outcome.largest_loss_difference(name):g}",
         )
     print_table(table, console)
-    first, final = (float.fromhex(outcome.plain_steps[at]["loss"]) for at in (0, -1))
+    first, final = (float.fromhex(outcome.plain_steps[number]["loss"]) for number in (0, -1))
     console.print(
         f"Step times are medians of ratios to plain's. The fastest under the cap: {_CAPPED[outcome.best]}. The loss "
         f"went from {first:.4f} to {final:.4f}. Penstock's budget was {format_bytes(outcome.budget_bytes)}; offload "

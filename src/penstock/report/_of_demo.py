@@ -28,7 +28,7 @@ class _Peak:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Method(_Peak):
+class _MeasuredMethod(_Peak):
     """Figures of a method under the cap."""
 
     label: Text
@@ -64,7 +64,7 @@ class _Summary:
     budget_bytes: int
     plain: _Peak
     plain_failure: Text
-    methods: Annotated[Mapping[str, _Method], Field(max_length=MOST_SERIES)]
+    methods: Annotated[Mapping[str, _MeasuredMethod], Field(max_length=MOST_SERIES)]
     best: str
     whole: _Whole
     command: Text
