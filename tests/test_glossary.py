@@ -25,7 +25,7 @@ TERMS = {
 PAGES = sorted(
     page.relative_to(ROOT)
     for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
-    if page.name != "glossary.md" and "design" not in page.parts
+    if page.name not in {"glossary.md", "benchmarks.md"} and "design" not in page.parts
 )
 
 
