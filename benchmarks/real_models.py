@@ -46,8 +46,8 @@ Batch = dict[str, torch.Tensor]
 class Model:
     """A model, and the batches on which it trains."""
 
-    make: Callable[[bool], nn.Module]
-    """Called with whether the model should be small."""
+    make: Callable[..., nn.Module]
+    """Called with whether the model should be small; that of a model trained alone also with ``num_layers=``."""
     batch: Callable[[nn.Module, torch.Generator, int, int], Batch]
     """A batch with this many samples, of this length."""
     sizes: dict[str, tuple[int, int]]
@@ -63,11 +63,11 @@ class Way:
     method: str
     checkpoint: bool = False
     peak: str = ""
-    """Whose peak the budget is a share of: "plain" or "checkpoint"."""
+    """Whose peak the budget is a share of: "plain", "checkpoint", or "middle" for half way between them."""
     share: float = 1.0
     in_backward: bool = False
     num_layers: int | None = None
-    """Layers to keep of the model."""
+    """Layers of the model, if not all."""
 
 
 _GROUPS: dict[str, dict[str, Way]] = {
@@ -76,6 +76,7 @@ _GROUPS: dict[str, dict[str, Way]] = {
         "checkpoint": Way(method="plain", checkpoint=True),
         "remat, checkpoint's peak": Way(method="remat", peak="checkpoint"),
         "offload, checkpoint's peak": Way(method="offload", peak="checkpoint"),
+        "offload, half way to checkpoint's peak": Way(method="offload", peak="middle"),
     },
     "training": {
         "plain": Way(method="plain"),
@@ -106,13 +107,13 @@ def _vit(small: bool) -> nn.Module:
     return ViTForImageClassification(ViTConfig(num_labels=1000, **(sizes if small else {})))
 
 
-def _llama(num_layers: int, hidden_size: int, intermediate_size: int, small: bool) -> nn.Module:
+def _llama(small: bool, *, num_layers: int, hidden_size: int, intermediate_size: int) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_hidden_layers": num_layers}
     sizes |= {"num_attention_heads": hidden_size // 64, "num_key_value_heads": hidden_size // 256}
     if small:
-        sizes = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 3, "vocab_size": 2048}
+        sizes |= {"hidden_size": 128, "intermediate_size": 344, "vocab_size": 2048}
         sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     return LlamaForCausalLM(LlamaConfig(use_cache=False, max_position_embeddings=512, **sizes))
 
@@ -131,8 +132,17 @@ def _images(model: nn.Module, generator: torch.Generator, num_samples: int, _: i
 MODELS = {
     "gpt2": Model(make=_gpt2, batch=_tokens, sizes={"activations": (1, 512), "training": (1, 128)}),
     "vit": Model(make=_vit, batch=_images, sizes={"activations": (4, 0), "training": (2, 0)}),
-    "llama": Model(make=partial(_llama, 12, 1024, 2816), batch=_tokens, sizes={"training": (1, 128)}),
-    "llama-1b": Model(make=partial(_llama, 22, 2048, 5632), batch=_tokens, sizes={"alone": (1, 128)}, budget="3GiB"),
+    "llama": Model(
+        make=partial(_llama, num_layers=12, hidden_size=1024, intermediate_size=2816),
+        batch=_tokens,
+        sizes={"training": (1, 128)},
+    ),
+    "llama-1b": Model(
+        make=partial(_llama, num_layers=22, hidden_size=2048, intermediate_size=5632),
+        batch=_tokens,
+        sizes={"alone": (1, 128)},
+        budget="3GiB",
+    ),
 }
 _NUM_FEWER = (1, 2)
 """Numbers of layers of the plain models from which the computation of ``llama-1b`` is extrapolated."""
@@ -178,6 +188,7 @@ def compared(given: argparse.Namespace, name: str, group: str) -> list[common.Ro
                 answer = _trained(given, name, group, way, budgets[key])
                 answers[key].append(answer)
                 peaks.setdefault(key, answer.get("peak", 0))
+                peaks["middle"] = (peaks["plain"] + peaks.get("checkpoint", 0)) // 2
                 print(f"round {number + 1} of {given.rounds}: {key}", flush=True)
     rows: list[common.Row] = []
     lines: list[list[str]] = []
@@ -290,9 +301,8 @@ class _Setting:
 
     def made_model(self) -> nn.Module:
         torch.manual_seed(0)
-        model = MODELS[self.name].make(self.is_small)
-        if self.way.num_layers is not None:
-            del model.model.layers[self.way.num_layers :]
+        fewer = {} if self.way.num_layers is None else {"num_layers": self.way.num_layers}
+        model = MODELS[self.name].make(self.is_small, **fewer)
         if self.way.checkpoint:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return model
