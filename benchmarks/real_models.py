@@ -87,7 +87,7 @@ _GROUPS: dict[str, dict[str, Way]] = {
 }
 _ALONE = Way(method="training", in_backward=True)
 _WARM_STEPS = {"plain": 1, "remat": 2, "offload": 3, "training": 6}
-"""Steps before the timed ones: in the first, the optimizer makes its state; offloading is recorded, measured and planned."""
+"""Steps before the timed ones: the optimizer makes its state; offloading is recorded, measured and planned."""
 
 
 def _gpt2(small: bool) -> nn.Module:

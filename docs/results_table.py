@@ -303,7 +303,10 @@ ENTRIES = {
         shows="A Llama of 1.1 billion parameters within 3 GiB, with its state on a disk",
         command="real_models --model llama-1b --steps 1",
         figures=(
-            Figure(label="step {} of the computation alone, extrapolated", metric="step over the computation", of="value"),
+            Figure(
+                label="step {} of the computation alone, extrapolated",
+                metric="step over the computation", of="value",
+            ),
             Figure(
                 label="{} of the time that its bytes take on the disk, one direction at a time",
                 metric="step over the bytes, one direction at a time", of="value",
