@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
 MISUSE_MARKS = ("<!-- misuse: python docs/results_table.py -->", "<!-- end of misuse -->")
+REAL_PAGE = ROOT / "docs" / "recipes" / "real-models.md"
 MARKS = ("<!-- results: python docs/results_table.py -->", "<!-- end of results -->")
 
 
@@ -86,6 +87,20 @@ def _relational(command: str) -> Entry:
     )
     return Entry(
         shows="Relational layers compared with PyG's, DGL's and hand-written PyTorch", command=command, figures=figures
+    )
+
+
+def _real(command: str, shows: str, *figures: Figure) -> Entry:
+    equal = Figure(label="losses equal: {}", metric="losses equal to plain's", of="value", form="d")
+    return Entry(shows=shows, command=f"real_models {command}", figures=(*figures, equal))
+
+
+def _real_training(share: str) -> tuple[Figure, ...]:
+    """Return the figures of a model within a share of plain PyTorch's peak."""
+    way = f".*training: training.*{re.escape(share)} of plain's peak"
+    return (
+        Figure(label=f"{{}} of plain training's peak within {share}", name=way, metric="peak"),
+        Figure(label="processor time {} of plain training's", name=way, metric="processor time"),
     )
 
 
@@ -263,6 +278,39 @@ ENTRIES = {
         figures=tuple(
             Figure(label=f"{{}} {name}", metric=name, of="value", form=",d")
             for name in ("kills", "kills while saving", "wrong")
+        ),
+    ),
+    "cpu-real-gpt2": _real(
+        "--model gpt2 --rounds 1 --steps 1",
+        "GPT-2 124M from its configuration: activations beside a checkpoint per block, and training within a budget",
+        Figure(
+            label="peak of checkpoint: {} of plain training's",
+            name="gpt2, activations: checkpoint", metric="peak",
+        ),
+        *_real_training("0.5"),
+    ),
+    "cpu-real-llama": _real(
+        "--model llama --rounds 1 --steps 1",
+        "A Llama of 201 million parameters from its configuration, within a budget",
+        *_real_training("0.5"),
+    ),
+    "cpu-real-vit": _real(
+        "--model vit --rounds 1 --steps 1",
+        "ViT-B/16 from its configuration: activations beside a checkpoint per block, and training within a budget",
+        *_real_training("0.5"),
+    ),
+    "cpu-real-llama-1b": Entry(
+        shows="A Llama of 1.1 billion parameters within 3 GiB, with its state on a disk",
+        command="real_models --model llama-1b --steps 1",
+        figures=(
+            Figure(
+                label="step {} of the computation alone, extrapolated",
+                metric="step over the computation", of="value",
+            ),
+            Figure(
+                label="{} of the time that its bytes take on the disk, one direction at a time",
+                metric="step over the bytes, one direction at a time", of="value",
+            ),
         ),
     ),
     "cpu-soak": Entry(
@@ -490,6 +538,48 @@ def misuse_table() -> str:
     return "\n".join(rows)
 
 
+def real_tables() -> dict[str, str]:
+    """What fits into which budget: by model, from the last file of `benchmarks.real_models` for each."""
+    files = {file.stem[11:].removeprefix("cpu-real-"): file for file in sorted(RESULTS.glob("*-cpu-real-*.json"))}
+    del files["llama-1b"]  # not compared with plain PyTorch
+    return {model: _real_table(json.loads(file.read_text())["rows"]) for model, file in files.items()}
+
+
+def _real_table(rows: list[dict[str, Any]]) -> str:
+    ways: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        if ": " in row["name"]:
+            ways.setdefault(row["name"].split(", ", 1)[1], {})[row["metric"]] = row
+    lines: list[str] = []
+    group = ""
+    for name, of in ways.items():
+        if name.split(": ")[0] != group:
+            group = name.split(": ")[0]
+            head = ["what trains", "budget", "peak", "step", "processor time", "in, out a step", "losses equal"]
+            lines += ["", f"| {group}: {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+        cells = [name.split(": ", 1)[1], _mib(of.get("budget"))]
+        if "failed" in of:
+            needed = re.search(r"at least (\d+)", of["failed"]["peer"])
+            reason = f"needs at least {int(needed[1]) / 2**20:,.0f} MiB" if needed else "error"
+            lines.append(f"| {' | '.join([*cells, reason, '', '', '', ''])} |")
+            continue
+        cells.append(_mib(of["peak"]))
+        for metric in ("step", "processor time"):
+            ratio = of[metric]["ratio"]
+            low, high = (of.get(f"{metric} ratio, {end}", {"value": ratio})["value"] for end in ("low", "high"))
+            cells.append(
+                "1" if ratio is None else f"{ratio:.2f}" + (f" [{low:.2f}, {high:.2f}]" if low != high else "")
+            )
+        cells.append(", ".join(_mib(of[way]) for way in ("in", "out") if way in of))
+        cells.append("yes" if of["losses equal to plain's"]["value"] else "**no**")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines).strip()
+
+
+def _mib(row: dict[str, Any] | None) -> str:
+    return "" if row is None else f"{row['value'] / 2**20:,.0f} MiB"
+
+
 def _figure(figure: Figure, rows: list[dict[str, Any]], file: Path) -> str:
     wanted = {"metric": figure.metric, "name": figure.name, "peer": figure.peer}
     result = [row for row in rows if all(re.fullmatch(pattern, row[key]) for key, pattern in wanted.items())]
@@ -511,6 +601,10 @@ def main() -> None:
     before, _, rest = PAGE.read_text().partition(MARKS[0])
     after = rest.partition(MARKS[1])[2]
     PAGE.write_text(f"{before}{MARKS[0]}\n\n{table()}\n\n{MARKS[1]}{after}")
+    for model, tables in real_tables().items():
+        mark, end = f"<!-- real {model}: python docs/results_table.py -->", f"<!-- end of real {model} -->"
+        before, _, rest = REAL_PAGE.read_text().partition(mark)
+        REAL_PAGE.write_text(f"{before}{mark}\n\n{tables}\n\n{end}{rest.partition(end)[2]}")
     before, _, rest = PAGE.read_text().partition(MISUSE_MARKS[0])
     after = rest.partition(MISUSE_MARKS[1])[2]
     PAGE.write_text(f"{before}{MISUSE_MARKS[0]}\n\n{misuse_table()}\n\n{MISUSE_MARKS[1]}{after}")

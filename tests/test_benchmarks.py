@@ -8,6 +8,7 @@ from benchmarks import (
     fleet_training,
     offload,
     planner,
+    real_models,
     relational,
     remat,
     shapes,
@@ -128,3 +129,21 @@ def test_unified_benchmark(tmp_path):
     )  # of a single mini-batch or two
     assert 0 < rows[name, "bytes held over budget"] < 4  # mini-batches of a small graph are most of it
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_real_models_benchmark(tmp_path):
+    file = tmp_path / "real.json"
+    real_models.main(
+        ["--quick", "--model", "gpt2", "--model", "llama-1b", "--disk", str(tmp_path), "--json", str(file)]
+    )
+    rows = {(row["name"], row["metric"]): row for row in json.loads(file.read_text())["rows"]}
+    assert not [row for row in rows.values() if row["metric"] == "failed"]
+    for way in (
+        "activations: checkpoint",
+        "activations: remat, checkpoint's peak",
+        "training: training, 0.5 of plain's peak",
+    ):
+        assert rows[f"gpt2, {way}", "losses equal to plain's"]["value"] == 1
+        assert rows[f"gpt2, {way}", "peak"]["ratio"] < 0.95
+    assert rows["gpt2, training: training, 0.5 of plain's peak", "in"]["value"] > 0
+    assert 0 < rows["llama-1b", "peak"]["value"] <= 1.1 * rows["llama-1b", "budget"]["value"]

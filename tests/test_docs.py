@@ -218,6 +218,9 @@ def test_table_of_results_is_what_the_files_say(monkeypatch):
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     for table in (results_table.table(), results_table.misuse_table()):
         assert table in page, "run: python docs/results_table.py"
+    real = (ROOT / "docs" / "recipes" / "real-models.md").read_text()
+    for table in made.real_tables().values():
+        assert table in real, "run: python docs/results_table.py"
 
 
 def test_table_of_coverage_is_what_the_file_says(monkeypatch):

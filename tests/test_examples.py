@@ -11,7 +11,7 @@ EXAMPLES = {
     "hugging_face.py": ["--layers", "2", "--width", "64", "--steps", "3", "--budget", "64MiB"],
     "lightning_run.py": ["--layers", "2", "--width", "64", "--steps", "3", "--budget", "27MiB"],
 }
-ELSEWHERE = {"sweep_jobs.py"}  # with sweep.yaml, in tests/cli/test_fleet_cli.py
+ELSEWHERE = {"sweep_jobs.py", "two_ranks.py"}  # with sweep.yaml, in tests/cli/test_fleet_cli.py; below
 WITH_DATA = {
     "entity_classification.py": ("aifb", ["--epochs", "30"], 80),
     "link_prediction.py": (
@@ -78,6 +78,17 @@ def test_example_with_made_up_data_learns(name, tmp_path):
     if "--host" in options:
         (on_disk,) = [line for line in result.stdout.splitlines() if line.startswith("disk")]
         assert 5 < float(on_disk.split()[-1].rstrip("%")) < 95  # some rows of each tier
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2", "tensor"])
+def test_two_ranks_train_as_without_it(how, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(FOLDER / "two_ranks.py"), "--how", how, "--disk", str(tmp_path), "--width", "64", "--steps", "3"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    for rank in range(2):
+        assert f"rank {rank}: losses equal: True" in result.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 def last_number(text):
