@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["format_bytes", "format_duration", "format_rate", "parse_bytes"]
+__all__ = ["format_bytes", "format_duration", "format_fields", "format_rate", "parse_bytes"]
 
 _UNITS = {
     "": 1, "b": 1,

@@ -77,7 +77,7 @@ class RowFiles:
                 f"{self.tables[0].path}: this file system refuses O_DIRECT, so rows go through the page cache. A file "
                 "on ext4, xfs or btrfs on a local SSD avoids it.",
                 TierDegradedWarning,
-                stacklevel=5,  # who made the features, behind `checked`
+                stacklevel=6,  # who made the features, behind `checked` and `renamed`
             )
 
     def read(self, rows: torch.Tensor, kind: RowType, out: torch.Tensor, positions: torch.Tensor | None) -> ReadReport:

@@ -72,7 +72,7 @@ def open_files(
         return None
     assert source.tensor is not None
     limits = Budget(disk=disk).disk_bytes
-    warn_of_memory(limits, stacklevel=4)  # who made the features, behind `checked`
+    warn_of_memory(limits, stacklevel=5)  # who made the features, behind `checked` and `renamed`
     with _spilled(source.tensor, limits, account, progress) as tables:
         files = RowFiles(tables)  # this opens them again
     files.tables = [
