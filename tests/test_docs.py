@@ -219,7 +219,7 @@ def test_table_of_results_is_what_the_files_say(monkeypatch):
     for table in (results_table.table(), results_table.misuse_table()):
         assert table in page, "run: python docs/results_table.py"
     real = (ROOT / "docs" / "recipes" / "real-models.md").read_text()
-    for table in made.real_tables().values():
+    for table in results_table.real_tables().values():
         assert table in real, "run: python docs/results_table.py"
 
 
