@@ -47,7 +47,7 @@ class Indexes:
     def __init__(self, edges: Edges):
         self.edges = edges
         self.kept = Kept(edges.device)
-        """What was built, by the kind of thing (such as "order") and the domains."""
+        """Indexes built so far, by the kind of thing (such as "order") and the domains."""
 
     def count(self, domain: Domain) -> int:
         """Return the number of rows of the domain."""
