@@ -530,7 +530,7 @@ def test_simulate_compares_schedulers(written, tmp_path):
     assert (tmp_path / "gantt.png").read_bytes().startswith(b"\x89PNG")
 
     report = json.loads(penstock("simulate", path, "--json").stdout)
-    assert set(report["schedulers"]) == {"fair", "sharded-lrtf", "fifo", "shortest-first", "random"}
+    assert set(report["schedulers"]) == set(get_args(SchedulerName))
     for one in report["schedulers"].values():
         assert one["makespan_s"] >= report["lower_bound_s"] > 0
         assert 0 < one["busy_share"] <= 1

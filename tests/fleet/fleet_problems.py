@@ -1,10 +1,12 @@
 """Scheduling problems: equal jobs, and strategies for random ones."""
 
+from typing import get_args
+
 from hypothesis import strategies as st
 
-from penstock.fleet import DeviceCost, FleetProblem, JobCost, ShardCost
+from penstock.fleet import DeviceCost, FleetProblem, JobCost, SchedulerName, ShardCost
 
-SCHEDULERS = ["fair", "sharded-lrtf", "fifo", "shortest-first", "random"]
+SCHEDULERS = list(get_args(SchedulerName))
 
 
 def make_job(name="job", num_shards=4, forward_s=1.0, num_steps=3, **changes):

@@ -67,6 +67,10 @@ def test_any_order_is_the_same_in_every_run():
     assert all(0 <= priority < 1 for priority in drawn)
 
 
+def test_every_name_has_a_function():
+    assert list(schedulers._SCHEDULERS) == SCHEDULERS
+
+
 def test_schedulers_do_what_they_are_named_for():
     jobs = [make_job("short", num_steps=10), make_job("long", num_steps=40), make_job("middle", num_steps=20)]
     ends = {name: fleet.simulate(fleet_of(jobs, 1), name).job_end_s for name in SCHEDULERS}

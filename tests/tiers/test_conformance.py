@@ -18,19 +18,34 @@ CAPACITY = 4 * MIB
 SIZES = [1, 100, 4095, 4096, 4097, 5 * 4096, 70_001, MIB, 8 * MIB, 8 * MIB + 4096, 17 * MIB + 1]
 
 
-def make_tier(kind, directory, capacity):
-    kind = kind.removeprefix("faulty ")
-    if kind == "host":
-        return HostTier(capacity, pinned=False)
-    if kind == "store":
-        return ObjectStore(capacity)
-    if kind != "buffered" and not is_direct(directory):
+def direct_disk(directory, capacity):
+    if not is_direct(directory):
         pytest.skip("the file system of the temporary directory refuses O_DIRECT")
-    if kind != "striped":
-        return DiskTier({directory: capacity}, direct=kind == "direct")
+    return DiskTier({directory: capacity}, direct=True)
+
+
+def striped_disk(directory, capacity):
+    if not is_direct(directory):
+        pytest.skip("the file system of the temporary directory refuses O_DIRECT")
     for name in ("first", "second"):
         (directory / name).mkdir(exist_ok=True)
     return DiskTier({directory / "first": capacity // 2, directory / "second": capacity // 2})
+
+
+TIERS = {
+    "host": lambda _, capacity: HostTier(capacity, pinned=False),
+    "direct": direct_disk,
+    "buffered": lambda directory, capacity: DiskTier({directory: capacity}, direct=False),
+    "striped": striped_disk,
+    "store": lambda _, capacity: ObjectStore(capacity),
+}
+"""Makes each tier from a folder and a capacity in bytes. A new tier is a line here, and every test below runs on it."""
+FAULTY = "faulty "
+"""Before the name of a tier with `FaultyTier` around it."""
+
+
+def make_tier(kind, directory, capacity):
+    return TIERS[kind.removeprefix(FAULTY)](directory, capacity)
 
 
 def is_direct(directory):
@@ -39,7 +54,7 @@ def is_direct(directory):
     return spill.is_direct
 
 
-@pytest.fixture(params=["host", "direct", "buffered", "striped", "store"])
+@pytest.fixture(params=TIERS)
 def kind(request):
     return request.param
 
@@ -58,16 +73,14 @@ def faulty(kind, tmp_path):
         tier.close()
 
 
-@pytest.fixture(
-    params=["host", "direct", "buffered", "striped", "store", "faulty host", "faulty direct", "faulty buffered"]
-)
+@pytest.fixture(params=[*TIERS, "faulty host", "faulty direct", "faulty buffered"])
 def make(request, tmp_path):
     """Makes tiers of every kind, of a given capacity."""
     tiers = []
 
     def make(capacity=CAPACITY):
         tier = make_tier(request.param, tmp_path, capacity)
-        tiers.append(FaultyTier(tier) if request.param.startswith("faulty") else tier)
+        tiers.append(FaultyTier(tier) if request.param.startswith(FAULTY) else tier)
         return tiers[-1]
 
     yield make
@@ -129,6 +142,14 @@ def test_bytes_come_back(make, size_bytes):
     assert tier.used_bytes == 0
 
 
+def test_space_that_nobody_wrote_to_can_be_read(make):
+    """A copy out that is canceled writes nothing."""
+    tier = make()
+    extent = tier.reserve(BLOCK_BYTES)
+    assert len(read(tier, extent)) == BLOCK_BYTES
+    tier.release(extent)
+
+
 def test_extents_do_not_disturb_each_other(make):
     tier = make(16 * MIB)
     choices = random.Random(0)
@@ -147,7 +168,7 @@ def test_extents_do_not_disturb_each_other(make):
 def test_a_tier_says_what_it_is(make):
     tier = make()
     extent = tier.reserve(BLOCK_BYTES)
-    assert tier.name in ("host", "disk", "store")
+    assert tier.name == tier.place.name != "device"
     assert tier.alignment_bytes in (1, BLOCK_BYTES)
     assert tier.file_name(extent.pieces[0])
     tier.release(extent)

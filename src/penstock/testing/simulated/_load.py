@@ -39,7 +39,7 @@ def why_not() -> str | None:
     if not sys.platform.startswith("linux"):
         return "it needs Linux"
     if find_cpp_compiler() is None:
-        return "no C++ compiler was accelerator (c++, g++ or clang++ on the path, or `$CXX`)"
+        return "no C++ compiler was found (c++, g++ or clang++ on the path, or `$CXX`)"
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None and accelerator.type != NAME:
         return f"this machine has a real accelerator, {accelerator.type!r}"
