@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.tiers import Handle, ViewLayout, check_version, version_of
 
-if TYPE_CHECKING:
-    from penstock.offload._cycle import Cycle
+
+class EntryOwner(Protocol):
+    """A cycle, as far as its entries know it."""
+
+    num_open: int
+    """Number of entries that are alive and that backward has not asked for."""
+
+    def needed(self, entry: SavedEntry) -> None:
+        """Note that backward asks for the entry."""
 
 
 class SavedEntry:
@@ -22,7 +29,7 @@ class SavedEntry:
 
     __slots__ = ("__weakref__", "_held", "_unused", "cycle", "handle", "index", "is_needed", "origin", "version")
 
-    def __init__(self, cycle: Cycle, index: int, origin: StorageWeakRef, version: int):
+    def __init__(self, cycle: EntryOwner, index: int, origin: StorageWeakRef, version: int):
         self.cycle = cycle
         self.index = index
         self.origin = origin  # while it lives, no other storage can get this one's identity
