@@ -77,6 +77,9 @@ def test_a_backend_that_is_closed_gives_back_its_share_and_says_so():
     assert account.held_bytes("device") == 0
     with pytest.raises(Exception, match="this backend is closed"):
         compiled(torch.randn(16, 32))
+    with pytest.raises(ValueError, match="was closed"):
+        compiled(torch.randn(8, 32))
+    assert torch._dynamo.config.automatic_dynamic_shapes  # what dynamic=False had changed for the call
     with pytest.raises(ValueError, match=r"'budget' is missing \(got only"):
         remat.Backend(disk="/nvme")
 

@@ -280,8 +280,12 @@ class Backend:
         return self._open().session.take(module)
 
     def context_of(self, _: dict[str, Any]) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        """Return the context around each call of the compiled function."""
-        return lambda: self._open().call()
+        """Return the context around each call of the compiled function.
+
+        Once this is closed, the context does nothing: the graphs raise the error. If the context raised it,
+        ``torch.compile`` would not take back what it had set before, such as ``dynamic=False``.
+        """
+        return lambda: contextlib.nullcontext() if self._door is None else self._door.call()
 
     def __deepcopy__(self, _: dict[int, Any]) -> "Backend":
         """Return itself. Lightning notes a copy of the arguments of every ``torch.compile``."""

@@ -90,7 +90,7 @@ class Session:
 
         def run(*arguments: Any) -> Any:
             alive = held()
-            if alive is None:
+            if alive is None or not alive.owner.pieces:  # closed, though a cycle of references may keep it alive
                 raise ValueError(
                     "this compiled step was closed with close(). Compile it again: "
                     "penstock.remat.compile(model, budget='6GiB')"
