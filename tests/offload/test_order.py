@@ -96,6 +96,34 @@ def test_the_operator_that_needs_most_is_named():
         order.refuse_small(11, str)
 
 
+def test_the_first_three_of_many_are_named():
+    order = order_of([[0, 1, 2, 3]])
+    order.measured([0], order)
+    with pytest.raises(BudgetError, match=r"must be at least 4 .*an operator on 0, 1, 2 and 1 others"):
+        order.refuse_small(3, str)
+
+
+def test_pages_that_begin_between_two_operators_are_counted_by_position():
+    order = StepOrder()
+    for size_bytes in (5, 7, 0):
+        order.add((0,), (1,))
+        order.begin(1, size_bytes)
+    order.measured([0, 0, 0], order)
+    assert [order.begun_between(0, end) for end in range(4)] == [0, 5, 12, 12]
+    assert order.begun_between(1, 3) == 7
+
+
+def test_a_measured_step_adds_to_what_is_known_of_its_kind():
+    follower = Follower()
+    for others_bytes in ([3, 1], [2, 5]):
+        follower.begin()
+        for key in (0, 1):
+            follower.follow((key,), (1,))
+        order = follower.end(others_bytes)
+    assert order is not None
+    assert (order.others_bytes, order.num_measured) == ([3, 5], 2)
+
+
 def test_the_larger_of_two_measurements_counts():
     order = order_of([[0], [1]])
     order.measured([3, 1], order)
