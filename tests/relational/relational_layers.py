@@ -6,6 +6,9 @@ from torch import nn
 from penstock.relational import RelationalGraph, concat, dot, elu, gelu, layer, leaky_relu, maximum, relu, sigmoid, tanh
 from penstock.relational import softmax as edge_softmax
 
+NODES, RELATIONS, WIDTH = 30, 5, 8
+"""Sizes of the graphs and rows with which whole layers are tested."""
+
 
 @layer
 def rgcn(g, x, weight, norm):

@@ -1,15 +1,9 @@
 """Dropout's zeros: the same in backward, in every emitter, and on weights."""
 
-import pytest
 import torch
 from relational_layers import rand, random_graph
 
 from penstock.relational import dropout, layer
-
-
-@pytest.fixture
-def graph():
-    return random_graph(6, 25, 3, torch.Generator().manual_seed(0))
 
 
 def test_dropout_is_replayed_in_backward(graph):

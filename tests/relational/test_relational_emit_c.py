@@ -4,14 +4,8 @@ import math
 
 import pytest
 import torch
-from relational_layers import random_graph
 
 from penstock.relational import Layer, Options, RelationalGraph, layer, leaky_relu
-
-
-@pytest.fixture
-def graph():
-    return random_graph(6, 25, 3, torch.Generator().manual_seed(0))
 
 
 def test_what_is_no_number_stays_so(graph, emitter):

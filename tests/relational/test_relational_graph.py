@@ -11,11 +11,6 @@ from penstock.relational import RelationalGraph, layer
 from penstock.relational._graph import graph_of
 
 
-@pytest.fixture
-def graph():
-    return random_graph(6, 25, 3, torch.Generator().manual_seed(0))
-
-
 def test_a_graph_is_checked_once():
     edges = torch.tensor([[0, 1], [1, 5]])
     with pytest.raises(

@@ -15,10 +15,7 @@ from penstock.relational import _indexes, _triton
 from penstock.relational._domain import Domain
 from penstock.tiers import Budget
 
-
-@pytest.fixture
-def graph():
-    return random_graph(20, 80, 4, torch.Generator().manual_seed(0))
+GRAPH = 20, 80, 4
 
 
 @pytest.fixture

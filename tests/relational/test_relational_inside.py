@@ -12,6 +12,8 @@ import penstock
 from penstock.relational import HGTConv, RelationalGraph, RGATConv, RGCNConv
 from ranks import run_in_ranks
 
+GRAPH = 200, 1500, 4
+
 
 class Model(nn.Module):
     def __init__(self, num_types=4):
@@ -20,11 +22,6 @@ class Model(nn.Module):
 
     def forward(self, x, graph):
         return self.second(torch.relu(self.first(x, graph)), graph)
-
-
-@pytest.fixture
-def graph():
-    return random_graph(200, 1500, 4, torch.Generator().manual_seed(0))
 
 
 @pytest.fixture

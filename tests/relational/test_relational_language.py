@@ -2,14 +2,10 @@
 
 import pytest
 import torch
-from relational_layers import random_graph
 
 from penstock.relational import RelationalGraph, dot, layer, softmax
 
-
-@pytest.fixture
-def graph():
-    return random_graph(6, 20, 3, torch.Generator().manual_seed(0))
+GRAPH = 6, 20, 3
 
 
 def test_a_wrong_shape_is_reported_at_its_line(graph):

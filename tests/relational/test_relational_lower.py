@@ -2,14 +2,9 @@
 
 import pytest
 import torch
-from relational_layers import check_like_plain, rand, random_graph, summed
+from relational_layers import check_like_plain, rand, summed
 
 from penstock.relational import RelationalGraph, concat, dot, layer, tanh
-
-
-@pytest.fixture
-def graph():
-    return random_graph(6, 25, 3, torch.Generator().manual_seed(0))
 
 
 def test_types_reshaped_do_not_share_memory(graph, emitter):

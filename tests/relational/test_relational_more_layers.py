@@ -2,21 +2,11 @@
 
 import pytest
 import torch
-from relational_layers import random_graph, summed
+from relational_layers import NODES, RELATIONS, WIDTH, summed
 
 from penstock.relational import CompGCNConv, RelationalGraph, RGraphSAGEConv, SimpleHGNConv
 
-NODES, RELATIONS, WIDTH = 30, 5, 8
-
-
-@pytest.fixture
-def graph():
-    return random_graph(NODES, 200, RELATIONS, torch.Generator().manual_seed(0))
-
-
-@pytest.fixture
-def x():
-    return torch.randn(NODES, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+GRAPH = NODES, 200, RELATIONS
 
 
 @pytest.mark.parametrize("composition", ["subtract", "multiply"])

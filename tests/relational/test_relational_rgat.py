@@ -4,21 +4,11 @@ import copy
 
 import pytest
 import torch
-from relational_layers import check_like_pyg, random_graph, summed
+from relational_layers import NODES, RELATIONS, WIDTH, check_like_pyg, summed
 
 from penstock.relational import RGATConv
 
-NODES, RELATIONS, WIDTH = 30, 5, 8
-
-
-@pytest.fixture
-def graph():
-    return random_graph(NODES, 200, RELATIONS, torch.Generator().manual_seed(0))
-
-
-@pytest.fixture
-def x():
-    return torch.randn(NODES, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+GRAPH = NODES, 200, RELATIONS
 
 
 @pytest.mark.parametrize(

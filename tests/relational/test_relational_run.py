@@ -10,10 +10,7 @@ from relational_layers import rand, random_graph, rgat, rgcn, summed, tensors
 from penstock.errors import DoubleBackwardError
 from penstock.relational import RelationalGraph, RGCNConv, layer
 
-
-@pytest.fixture
-def graph():
-    return random_graph(20, 80, 4, torch.Generator().manual_seed(0))
+GRAPH = 20, 80, 4
 
 
 @pytest.fixture

@@ -308,7 +308,7 @@ class Fleet:
 
 @dataclass(slots=True)
 class _Session:
-    """How far a fleet is: entered, started by `Fleet.wait`, ended."""
+    """Progress of a fleet: entered, started by `Fleet.wait`, ended."""
 
     taken: contextlib.ExitStack | None = None
     """Everything that ends with the fleet; set once the fleet is entered."""
