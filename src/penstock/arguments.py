@@ -60,10 +60,11 @@ def checked(example: str, **least: float) -> Callable[[_Function], _Function]:
         def call(*arguments: Any, **keywords: Any) -> Any:  # any: the function's own
             if not admitted:
                 admitted.update(_admitted_by_name(function))
-            for name, value in chain(zip(names, arguments, strict=False), keywords.items()):
-                values = admitted.get(name)
+            given = zip(names, arguments, strict=False)
+            for name, value in chain(given, keywords.items()) if keywords else given:
+                values, kind = admitted.get(name), type(value)
                 # an int of the right type may still have too many bits
-                if values is not None and (name in least or type(value) is int or type(value) not in values.exact):
+                if values is not None and (kind not in values.exact or kind is int or name in least):
                     _check(name, value, values, least.get(name), example)
             return function(*arguments, **keywords)
 
@@ -225,6 +226,8 @@ def _is_int(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
+    if type(value) is float:  # by far the most
+        return not math.isnan(value)
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and not math.isnan(value)
 
 

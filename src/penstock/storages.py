@@ -17,6 +17,11 @@ def id_of(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
+def is_gone(weak: StorageWeakRef) -> bool:
+    """Return whether no tensor uses the storage any more that a weak reference is to."""
+    return bool(torch.UntypedStorage._expired(weak.cdata))  # type: ignore[attr-defined]
+
+
 def storage_of(weak: StorageWeakRef) -> torch.UntypedStorage | None:
     """Return the storage that a weak reference is to, or None if it is gone."""
     return torch.UntypedStorage._new_with_weak_ptr(weak.cdata)  # type: ignore[attr-defined, no-any-return]

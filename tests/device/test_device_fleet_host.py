@@ -108,7 +108,7 @@ def test_a_model_that_is_run_whole(prompt_device, num_on_host):
 
     one = job("a", model=Chooses, data=batches, update="host")
     expected = train_plainly(one, prompt_device)
-    result = run(prompt_device, one, budget="256KiB")["a"]
+    result = run(prompt_device, one, budget="512KiB" if prompt_device == "cuda" else "256KiB")["a"]
     assert result.error is None
     assert result.losses == pytest.approx(expected, rel=2e-5)
     assert num_on_host()
@@ -308,6 +308,7 @@ def test_auto_takes_the_faster(prompt_device, num_on_host, monkeypatch, seconds,
 
 def test_bytes_per_parameter_and_step(prompt_device):
     """With nothing resident a step carries weights twice in and gradients once out, besides activations."""
+    budget = "768KiB" if prompt_device == "cuda" else "512KiB"  # workspaces of matrix products
 
     def model():
         return nn.Sequential(*[nn.Sequential(nn.Linear(128, 128, bias=False), nn.Tanh()) for _ in range(12)])
@@ -321,7 +322,7 @@ def test_bytes_per_parameter_and_step(prompt_device):
             steps=steps,
             **changes,
         )
-        with fleet.Fleet([fleet.Device(name=f"{prompt_device}:0")], "512KiB", host="64MiB", progress=None) as own:
+        with fleet.Fleet([fleet.Device(name=f"{prompt_device}:0")], budget, host="64MiB", progress=None) as own:
             own.add(one)
             results = own.wait()
         assert results["a"].error is None

@@ -10,6 +10,7 @@ from torch import nn
 
 from penstock import offload, probe
 from penstock.offload._page import Narrow
+from penstock.storages import storage_id
 from penstock.testing import GPT
 
 NUM_STEPS = 5
@@ -314,6 +315,45 @@ def test_closing_gives_all_back_and_nothing_more(prompt_device, make_training):
     own_bytes = sum(parameter.nbytes for parameter in model.parameters())
     assert probe.held_bytes(prompt_device) - start_bytes <= 2.1 * own_bytes  # the optimizer's states
     step(model, own.optimizer, batch)
+
+
+@pytest.mark.parametrize("update", ["host", "device"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_cast_leaves_without_a_copy(device, make_training, recompute, update):
+    """Autocast keeps all casts until it ends; copied out, each would take 2 bytes a parameter."""
+    torch.manual_seed(0)
+    model = GPT(num_layers=6, width=128, num_heads=2, context=64, checkpointed=recompute).to(device)
+    batch, twin = make_batch(device), copy.deepcopy(model)
+    size_bytes = 16 * sum(parameter.numel() for parameter in model.parameters())
+    own = make_training(model, torch.optim.SGD(model.parameters(), lr=0.1), size_bytes // 8, update=update)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    expected = [step(twin, optimizer, batch).item() for _ in range(NUM_STEPS)]
+    losses = []
+    for _ in range(NUM_STEPS):
+        with own:
+            losses.append(step(model, own.optimizer, batch).item())
+    assert losses == (pytest.approx(expected, rel=1e-3) if update == "host" else expected)
+    if recompute:
+        statistics = own.statistics()
+        assert statistics.step_parked.get("activations", 0) <= statistics.num_parameters
+
+
+def test_a_cast_that_is_held_keeps_its_values_when_the_weight_changes(prompt_device, make_training):
+    weight = nn.Parameter(torch.randn(256, 256, device=prompt_device))
+    own = make_training(
+        nn.ParameterList([weight, *(torch.zeros(256, 256, device=prompt_device) for _ in range(12))]),
+        torch.optim.SGD([weight], lr=1.0),
+        update="device",
+    )
+    before = weight.detach().bfloat16().cpu()
+    with own, torch.no_grad():
+        held = weight.to(torch.bfloat16)
+        page = own._managed.pages.find(storage_id(held))
+        own._managed.pages.let_leave(page)
+        assert not page.is_here
+        assert page.handle is None
+        weight.zero_()
+        assert torch.equal(held.cpu(), before)
 
 
 class Products(nn.Module):

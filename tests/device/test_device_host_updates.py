@@ -10,6 +10,7 @@ import torch
 from test_device_training import make_batch, simple_step
 
 from penstock import offload, probe
+from penstock.host_stepping import HostStep
 from penstock.testing import GPT
 
 NUM_STEPS = 6
@@ -103,6 +104,20 @@ def test_the_host_reads_and_writes_memory_once_an_update(prompt_device, make_tra
                 bare_step(model, optimizer, batch)
         own.close()
         assert counts[f"_fused_{name}_"] == own.statistics().num_host_updates > 0
+
+
+def test_a_step_does_not_wait_for_the_updates_of_its_backward(prompt_device, make_training, monkeypatch):
+    model, batch = make_model(prompt_device), make_batch(prompt_device)
+    budget = probe.held_bytes(prompt_device) + 2**20
+    own = make_training(model, torch.optim.AdamW(model.parameters()), budget, update_in_backward=True)
+    for number in range(4):
+        with own:
+            model(*batch).backward()
+            with monkeypatch.context() as patch:
+                if number:
+                    patch.setattr(HostStep, "wait", lambda _: pytest.fail("it waited"))
+                own.optimizer.step()
+    assert own.statistics().num_host_updates > 0
 
 
 def test_states_stay_where_they_are_and_twelve_bytes_move(device, make_training):

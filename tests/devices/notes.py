@@ -17,7 +17,6 @@ class Notes:
             "current_accelerator": lambda: torch.device(kind),
             "device_count": lambda: count,
             "current_device_index": lambda: 1,
-            "current_stream": lambda _: self.stream,
             "synchronize": lambda device: self.calls.append(("synchronize", device)),
             "set_device_index": lambda device: self.calls.append(("set device", device)),
             "memory_stats": lambda _=None: {},
@@ -30,6 +29,7 @@ class Notes:
             monkeypatch.setattr(torch.accelerator, name, answer)
         counted = {"allocated": 5, "reserved": 7}
         stats = {f"{name}_bytes": {"all": {"peak": peak}} for name, peak in counted.items()}
+        monkeypatch.setattr(torch._C, "_accelerator_getStream", lambda _: self.stream)
         monkeypatch.setattr(torch._C, "_accelerator_isAllocatorInitialized", lambda: True)
         monkeypatch.setattr(torch._C, "_accelerator_getDeviceStats", lambda _: stats)
         monkeypatch.setattr(_of, "_is_here", lambda _: True)

@@ -129,3 +129,17 @@ def test_the_larger_of_two_measurements_counts():
     order.measured([3, 1], order)
     order.measured([2, 5], order)
     assert (order.others_bytes, order.num_measured) == ([3, 5], 2)
+
+
+def test_the_next_uses_of_an_operators_pages_follow_what_is_known():
+    order, other = order_of([(1, 2), (2,), (1,)]), order_of([(3,), (2,)])
+    order.measured([0] * 3, order)
+    order.precede(order)
+    assert order.next_uses(0) == (2, 1)
+    assert order.next_uses(2) == (3,)
+    order.precede(other)
+    assert order.next_uses(1) == (4,)
+    assert order.next_uses(2) == (math.inf,)  # which the other one does not use
+    seen = order_of([(1, 2), (2,), (1,)], {1: 2})  # now another page has the first key from the third operator on
+    order.measured([0] * 3, seen)
+    assert order.next_uses(0) == (math.inf, 1)

@@ -19,7 +19,10 @@ class AcceleratorStreams(Streams):
         self._device = device
 
     def current(self) -> torch.Stream:
-        return torch.accelerator.current_stream(self._device)
+        if self._device.index is None:
+            return torch.accelerator.current_stream(self._device)
+        stream: torch.Stream = torch._C._accelerator_getStream(self._device.index)  # asked for at every operator
+        return stream
 
     def create(self) -> torch.Stream:
         return torch.Stream(self._device)
@@ -42,7 +45,7 @@ class AcceleratorStreams(Streams):
         return float(start.elapsed_time(end)) / 1e3
 
     def copy(self, stream: Stream, destination: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.no_grad(), stream:
+        with stream:
             destination.copy_(source, non_blocking=True)
 
     def allocate(self, size_bytes: int) -> torch.UntypedStorage:

@@ -65,20 +65,33 @@ class Casts:
     def done(self, args: Sequence[Any], result: torch.Tensor, *, was_here: bool) -> None:
         """Keep the result of a cast, so that the next cast of this weight does not have to fetch it.
 
-        This is done only where the weight was not on the device and the cast stays valid for a while.
+        This is done only where the weight was not on the device and the cast stays valid for a while. Any other cast is
+        made anew where it is needed again, instead of being copied out and in: autocast holds on to casts that nobody
+        uses any more.
         """
         weight = self._pages.find(id_or_zero(args[0]))
         page = self._pages.find(id_or_zero(result))
-        is_lasting = weight is not None and (self.updates_on_host or not args[0].requires_grad)
-        if was_here or not is_lasting or weight is None or page is None or weight.kind is not PageKind.PARAMETER:
+        if weight is None or page is None or weight.kind is not PageKind.PARAMETER:
             return
         if result.nbytes != page.size_bytes or torch.is_inference_mode_enabled() or result.dtype not in _HALF:
             return
-        key = _key(args[0], result.dtype)
+        if args[0].requires_grad and not self.updates_on_host:
+            self._let_be_made_anew(weight, page, args[0], result)
+        elif not was_here:
+            self._keep(weight, page, args[0], result)
+
+    def _let_be_made_anew(self, weight: Page, page: Page, tensor: torch.Tensor, result: torch.Tensor) -> None:
+        """Let a cast leave without a copy, since the weight has all that it is made of."""
+        is_whole = tensor.dtype is torch.float32 and tensor.nbytes == weight.size_bytes
+        if is_whole and tensor.stride() == result.stride() and (weight.cast is None or weight.cast.is_dead):
+            weight.cast, page.narrow = page, Narrow(tensor.detach(), weight, result.dtype)
+
+    def _keep(self, weight: Page, page: Page, tensor: torch.Tensor, result: torch.Tensor) -> None:
+        key = _key(tensor, result.dtype)
         if key not in self._twins:
             page.call(f"{weight.label} in {str(result.dtype).removeprefix('torch.')}", PageKind.PARAMETER)
             page.wide = weight
-            self._twins[key] = CastTwin(weight, page, result.detach(), weight.num_writes, _layout(args[0]))
+            self._twins[key] = CastTwin(weight, page, result.detach(), weight.num_writes, _layout(tensor))
 
     def added(self, args: Sequence[Any], options: Mapping[str, Any]) -> torch.Tensor | None:
         """Return the sum of two gradients without computing it, or ``None`` if it has to be computed."""
@@ -86,6 +99,8 @@ class Casts:
             return None
         sum_, term = self._pages.find(id_or_zero(args[0])), self._pages.find(id_or_zero(args[1]))
         if sum_ is None or term is None or sum_ is term or sum_.narrow is None or term.narrow is None:
+            return None
+        if not sum_.kind is term.kind is PageKind.GRADIENT:
             return None
         if len(sum_.narrow.parts) + len(term.narrow.parts) > _MOST_PARTS or not _are_alike(*args):
             return None

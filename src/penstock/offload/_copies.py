@@ -4,11 +4,12 @@ import contextlib
 import time
 
 import torch
+from torch.utils._mode_utils import no_dispatch
 
 from penstock.errors import TierReadError
 from penstock.offload._page import Page, PageKind
 from penstock.offload._register import Register
-from penstock.tiers import HandleState, Waterfall
+from penstock.tiers import Handle, HandleState, Waterfall
 
 _TRIES = 4
 _STUCK_NEEDS = 256
@@ -31,6 +32,8 @@ class Copies:
         self._leaving: dict[Page, None] = {}
         """Pages on the device that are emptied once their copies below are complete, in order of request."""
         self._stuck_until = 0
+        self._dying: list[Handle] = []
+        """Handles of dropped pages whose copies out were under way, and whose memory is free only when these end."""
 
     # Out
 
@@ -54,7 +57,8 @@ class Copies:
         if page.handle is not None and page.handle.state is HandleState.KEPT:
             page.forget_copy()  # a copy that failed or was taken back
         if page.handle is None:
-            page.handle = self.waterfall.park(storage, page.label)
+            with no_dispatch():  # a mode that sees an operator takes as long as the operator
+                page.handle = self.waterfall.park(storage, page.label)
             self.parked_bytes[page.kind] += page.size_bytes
         if page not in self._leaving:
             self._leaving[page] = None
@@ -142,14 +146,14 @@ class Copies:
         assert page.handle is not None or page.narrow is not None
         if page.handle is not None and (is_read or page.is_coming):
             try:
-                page.handle.get(into=storage)
+                with no_dispatch():
+                    page.handle.get(into=storage)
             except BaseException:
                 if page.handle.state is not HandleState.ARRIVING:
                     self.take_back(page, storage)
                 elif not page.is_coming:  # interrupted while the copy is under way
                     self._is_coming(page)
                 raise
-            self.waterfall.reap()
             self.fetched_bytes[page.kind] += page.size_bytes
         else:
             storage.resize_(page.size_bytes)
@@ -159,8 +163,11 @@ class Copies:
     def prefetch(self, page: Page) -> bool:
         """Begin to fetch a page behind the computation; return whether that was possible."""
         storage = page.storage()
-        if storage is None or page.handle is None or not page.handle.prefetch(into=storage):
+        if storage is None or page.handle is None:
             return False
+        with no_dispatch():
+            if not page.handle.prefetch(into=storage):
+                return False
         self._is_coming(page)
         return True
 
@@ -195,8 +202,16 @@ class Copies:
         """Stop managing a page, wherever its bytes are."""
         self._gone(page)
         page.narrow = None
+        if page.handle is not None and page.handle.state is HandleState.LEAVING:
+            self._dying.append(page.handle)
         page.forget_copy()
         self._register.remove(page)
+
+    def free_dead(self) -> None:
+        """Free the memory of dropped pages whose copies out have ended."""
+        if self._dying:
+            self.waterfall.reap()
+            self._dying = [handle for handle in self._dying if handle.device_storage is not None]
 
     def sweep(self) -> None:
         """Drop the pages of storages that no tensor uses any more."""

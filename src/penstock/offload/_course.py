@@ -97,19 +97,20 @@ class Course:
         return position
 
     def _note(self, pages: Sequence[Page]) -> int:
-        keys, sizes = tuple(page.key for page in pages), tuple(page.size_bytes for page in pages)
+        keys, sizes = tuple([page.key for page in pages]), tuple([page.size_bytes for page in pages])
         position = self._follower.follow(keys, sizes)
-        if self.order is not self._ranks.order:
+        order = self._follower.known
+        if order is not self._ranks.order:
             self.ahead = position
             self._rank_all(position)
-        if self.order is not None:
-            for page in pages:
-                self._growth = max(self._growth, page.size_bytes / self.order.sizes.get(page.key, page.size_bytes))
+        if order is not None and order.sizes[position] != sizes:
+            for size_bytes, before in zip(sizes, order.sizes[position], strict=True):
+                self._growth = max(self._growth, size_bytes / before)
         return position
 
     def limit(self, position: int) -> int:
         """Return the bytes that pages may take while the operator at that position runs, and until the next one."""
-        order = self.order
+        order = self._follower.known
         if order is not None and 0 <= position < len(order.others_bytes):
             return self.budget_bytes - int(order.others_bytes[position] * self._growth)
         return self.budget_bytes - (self._unmeasured_bytes or (self.budget_bytes + self.others_bytes) // 2)
@@ -127,6 +128,16 @@ class Course:
     def rank(self, page: Page, position: int | None = None) -> None:
         """Rank a page among those on the device: the one that is used last after ``position`` leaves first."""
         self._ranks.rank(page, self.order, self.position + 1 if position is None else position)
+
+    def rank_used(self, pages: Sequence[Page], position: int) -> None:
+        """Rank the pages of the operator at that position by what comes after it."""
+        order = self._follower.known
+        if order is None or position < 0:
+            for page in pages:
+                self.rank(page, position + 1)
+            return
+        for page, next_use in zip(pages, order.next_uses(position), strict=True):
+            self._ranks.put(page, -next_use)
 
     def _rank_all(self, position: int) -> None:
         self._ranks.rank_all(self._register.everything(), self.order, position)

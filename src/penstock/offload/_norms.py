@@ -15,6 +15,8 @@ from penstock.offload._page import Page, PageKind
 from penstock.offload._pages import Pages
 
 _OF_LISTS, _OF_ONE = torch.ops.aten._foreach_norm.Scalar, torch.ops.aten.linalg_vector_norm.default
+NORMS = (_OF_LISTS, _OF_ONE)
+"""The operators by which norms are asked for."""
 Call = tuple[Any, ...]  # any: an operator, and its arguments that are not tensors
 
 
@@ -65,7 +67,7 @@ class Norms:
 
         ``compute`` runs the operator on the rest of the tensors.
         """
-        if func not in (_OF_LISTS, _OF_ONE) or self._is_taking:
+        if func not in NORMS or self._is_taking:
             return None
         tensors = args[0] if func is _OF_LISTS else [args[0]]
         pages = [self._page_of(tensor) for tensor in tensors]

@@ -40,6 +40,7 @@ class HostUpdates:
         self.optimizer, self.pages, self.casts = optimizer, pages, casts
         self._last_first = last_first
         self.lane = HostLane()
+        self.scratch = Scratch()
         self._waiting: list[Update] = []
         """Updates whose copies out are under way."""
         self.failed = False
@@ -123,6 +124,7 @@ class HostUpdates:
         self.pages.on_poll = None
         self.failed = False
         self.lane.close()
+        self.scratch = Scratch()
 
 
 class Update(HostStep):
@@ -154,6 +156,11 @@ class Update(HostStep):
         """Entries of the state that are not pages and that the update changes."""
         for page in self._involved():
             page.pending, page.on_host = self.finish, self
+
+    @property
+    def parameter(self) -> torch.Tensor:
+        """The parameter that is updated."""
+        return self._due.parameter
 
     def _involved(self) -> Iterable[Page]:
         return dict.fromkeys([*self.pages, self._wide])
@@ -193,7 +200,7 @@ class Update(HostStep):
         twins = [values.pop() for _ in range(self._num_twins)]
         gradient, *further = (values.pop(0) for _ in range(self._num_gradients))
         if self._narrow is not None:
-            gradient = gradient.to(weight.dtype)
+            gradient = self._owner.scratch.like(gradient, weight.dtype).copy_(gradient)
             for part in further:
                 gradient.add_(part)
         if self._factor is not None:
@@ -204,6 +211,24 @@ class Update(HostStep):
         self._numbers = step_on_host(self._owner.optimizer, settings, parameter, weight, gradient, state, _CALL)
         for twin in twins:
             twin.copy_(weight)
+
+
+class Scratch:
+    """Host memory for one gradient at a time.
+
+    Memory that is mapped for each gradient costs as much time as its update, for the system fills it with zeros.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def like(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of another dtype with the layout of ``tensor``, valid until the next call."""
+        last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+        size_bytes = (1 + last) * dtype.itemsize
+        if len(self._memory) < size_bytes:
+            self._memory = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+        return self._memory[:size_bytes].view(dtype).as_strided(tensor.size(), tensor.stride())
 
 
 def _handle(page: Page) -> Handle:

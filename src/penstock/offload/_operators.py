@@ -17,13 +17,14 @@ SMALL_BYTES = 16 * 1024
 """Smaller tensors stay on the device. They are norms and biases, and copying them costs more than keeping them."""
 _VIEWS = ("_unsafe_view", "_reshape_alias")
 """Views that schemas do not declare as views."""
-_PLAIN = (torch.Tensor, nn.Parameter)
+PLAIN = (torch.Tensor, nn.Parameter)
+"""PyTorch's own classes of tensors."""
 _RUNNING = ("running_mean", "running_var")
 Find = Callable[[int], Page | None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Effect:
+class Effect:
     """The effect of an operator, by its schema."""
 
     is_alias: bool
@@ -33,18 +34,20 @@ class _Effect:
     writes: frozenset[int | str]
     """Arguments that it writes to, by position and by name."""
     overwrites: bool
+    """Whether it does not read what it writes to."""
     is_of_lists: bool
+    """Whether it does the same to each tensor of a list."""
     makes_new: bool
     """Whether it may make new storages."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one is made for every operator, and a frozen one takes three times as long
 class Touched:
     """The pages that one call of an operator works on."""
 
-    pages: list[Page]
+    pages: Sequence[Page]
     """Its pages, each once."""
-    written: list[Page]
+    written: Sequence[Page]
     """The ``pages`` whose bytes the operator changes."""
     is_overwritten: bool
     """Whether it overwrites ``written`` without reading it."""
@@ -54,31 +57,32 @@ class Touched:
     """Whether it reads no bytes and makes none."""
 
 
-_NOTHING = Touched([], [], False, False, False)
+_NOTHING = Touched((), (), False, False, False)
 
 
-_kinds: dict[int, tuple[Any, _Effect]] = {}
-"""Kinds by the identity of operators, which hash slowly. The operator is kept too, so its identity stays valid."""
+_effects: dict[int, tuple[Any, Effect]] = {}
+"""Effects by the identity of operators, which hash slowly. The operator is kept too, so its identity stays valid."""
 
 
-def _kind(func: Any) -> _Effect:
-    found = _kinds.get(id(func))
-    if found is None:
-        found = _kinds[id(func)] = (func, _kind_of(func))
-    return found[1]
+def effect_of(func: Any) -> Effect:
+    """Return the effect of an operator, which is derived once."""
+    known = _effects.get(id(func))
+    if known is None:
+        known = _effects[id(func)] = (func, _derived(func))
+    return known[1]
 
 
-def _kind_of(func: Any) -> _Effect:
+def _derived(func: Any) -> Effect:
     schema = getattr(func, "_schema", None)
     if schema is None:  # a higher-order operator needs all its arguments
-        return _Effect(False, False, frozenset(), False, False, True)
+        return Effect(False, False, frozenset(), False, False, True)
     name = schema.name.split("::")[-1]
     writes: set[int | str] = set()
     for place, argument in enumerate(schema.arguments):
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         if is_written or (argument.name in _RUNNING and "batch_norm" in name):  # its schema does not say so
             writes |= {place, argument.name}
-    return _Effect(
+    return Effect(
         is_alias=name in ("detach", "alias", "lift_fresh"),
         is_view=not writes
         and (name in _VIEWS or all(declared.alias_info is not None for declared in schema.returns))
@@ -91,49 +95,65 @@ def _kind_of(func: Any) -> _Effect:
     )
 
 
-def is_alias(func: Any) -> bool:
-    """Whether its result is the same tensor, so that it needs no page, whatever its arguments are."""
-    return _kind(func).is_alias
-
-
-def new_storages(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of 16 KiB and more in an operator's result whose storages it has made."""
-    if not _kind(func).makes_new:
-        return
-    found = [tensor for tensor in _tensors(result) if tensor.nbytes >= SMALL_BYTES and type(tensor) in _PLAIN]
-    if not found:
-        return
+def new_storages(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Sequence[torch.Tensor]:
+    """Return the tensors of 16 KiB and more in an operator's result whose storages it has made."""
+    if not effect_of(func).makes_new:
+        return ()
+    results = (result,) if isinstance(result, torch.Tensor) else _tensors(result)
+    large = [
+        tensor
+        for tensor in results
+        if type(tensor) in PLAIN and tensor.nbytes >= SMALL_BYTES and tensor.layout is torch.strided
+    ]
+    if not large:
+        return ()
     given = {id_or_zero(tensor) for value in (*args, *kwargs.values()) for tensor in _tensors(value)}
-    for tensor in found:
-        if tensor.layout is torch.strided and id_or_zero(tensor) not in given:
-            yield tensor
+    return [tensor for tensor in large if id_or_zero(tensor) not in given]
 
 
 def touches(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], find: Find) -> Touched:
     """Return the pages of an operator's arguments, each once, in their order."""
-    kind = _kind(func)
-    if kind.is_alias:
+    effect = effect_of(func)
+    if effect.is_alias:
         return _NOTHING
     pages: dict[Page, None] = {}
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, torch.Tensor):
+            page = find(id_or_zero(value))
+            if page is not None:
+                pages[page] = None
+        elif isinstance(value, list | tuple | dict):
+            for tensor in _tensors(value):
+                page = find(id_or_zero(tensor))
+                if page is not None:
+                    pages[page] = None
+    if not pages:
+        return _NOTHING
+    if not effect.writes:  # as most operators
+        return Touched(tuple(pages), (), False, effect.is_of_lists, effect.is_view)
+    written, is_whole = _written(effect, args, kwargs, find)
+    return Touched(tuple(pages), written, is_whole, effect.is_of_lists, effect.is_view)
+
+
+def _written(
+    effect: Effect, args: Sequence[Any], kwargs: Mapping[str, Any], find: Find
+) -> tuple[tuple[Page, ...], bool]:
+    """Return the pages that an operator writes to, and whether it overwrites them without reading any."""
     written: dict[Page, None] = {}
     read: set[Page] = set()
-    is_whole = kind.overwrites
+    is_whole = effect.overwrites
     for place, value in (*enumerate(args), *kwargs.items()):
         for tensor in _tensors(value):
             page = find(id_or_zero(tensor))
             if page is None:
                 continue
-            pages[page] = None
-            if place not in kind.writes:
+            if place not in effect.writes:
                 read.add(page)
-            else:
-                is_whole = is_whole and page not in written
-                written[page] = None
-                is_whole = is_whole and tensor.nbytes == page.size_bytes and tensor.is_contiguous()
-    is_whole = is_whole and read.isdisjoint(written)
-    if not pages:
-        return _NOTHING
-    return Touched(list(pages), list(written), is_whole, kind.is_of_lists, kind.is_view)
+                continue
+            is_whole = is_whole and page not in written
+            written[page] = None
+            is_whole = is_whole and tensor.nbytes == page.size_bytes and tensor.is_contiguous()
+    return tuple(written), is_whole and read.isdisjoint(written)
 
 
 def in_parts(

@@ -19,10 +19,8 @@ class StepOrder:
 
     needs: list[tuple[int, ...]] = field(default_factory=list)
     """For each operator that works on pages, the keys of those pages."""
-    uses: dict[int, list[int]] = field(default_factory=dict)
-    """Positions in ``needs`` by key."""
-    sizes: dict[int, int] = field(default_factory=dict)
-    """Bytes of the page by key."""
+    sizes: list[tuple[int, ...]] = field(default_factory=list)
+    """The bytes of those pages."""
     begun_bytes: list[int] = field(default_factory=list)
     """For each operator, the bytes of the pages that began with it or after it, before the next one."""
     begun: dict[int, int] = field(default_factory=dict)
@@ -34,15 +32,18 @@ class StepOrder:
     was_recorded: bool = False
     """Whether a timeline was recorded of a step that followed this order."""
     _begun_until: list[int] = field(default_factory=list)
+    _uses: dict[int, list[int]] = field(default_factory=dict)
+    """Positions in ``needs`` by key, for the first ``_num_indexed`` operators."""
+    _num_indexed: int = 0
+    _nexts: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    """The answers of `next_uses` so far."""
     then: "StepOrder | None" = None
     """The kind of step that came after it last time."""
 
     def add(self, keys: tuple[int, ...], sizes: tuple[int, ...]) -> None:
         """Add an operator, with the keys and bytes of its pages."""
-        for key, size_bytes in zip(keys, sizes, strict=True):
-            self.uses.setdefault(key, []).append(len(self.needs))
-            self.sizes[key] = size_bytes
         self.needs.append(keys)
+        self.sizes.append(sizes)
         self.begun_bytes.append(0)
 
     def begin(self, key: int, size_bytes: int) -> None:
@@ -58,15 +59,21 @@ class StepOrder:
         self.num_measured += 1
         self.sizes, self.begun_bytes, self.begun = as_seen.sizes, as_seen.begun_bytes, as_seen.begun
         self._begun_until = [0, *itertools.accumulate(self.begun_bytes)]
+        self._nexts.clear()
+
+    def precede(self, then: "StepOrder") -> None:
+        """Note the kind of step that came after it."""
+        if self.then is not then:
+            self.then = then
+            self._nexts.clear()
 
     def refuse_small(self, budget_bytes: int, label: Callable[[int], str]) -> None:
         """Raise ``BudgetError`` if an operator's pages and everything else exceed the budget; ``label`` names a key's
         page.
         """
         most, place = 0, 0
-        for position, (keys, others) in enumerate(zip(self.needs, self.others_bytes, strict=False)):
-            needed = others + sum(self.sizes.get(key, 0) for key in keys)
-            most, place = max((most, place), (needed, position))
+        for position, (sizes, others) in enumerate(zip(self.sizes, self.others_bytes, strict=False)):
+            most, place = max((most, place), (others + sum(sizes), position))
         if most > budget_bytes:
             names = [label(key) for key in self.needs[place]]
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
@@ -92,14 +99,30 @@ class StepOrder:
             return math.inf if found is None else len(self.needs) + found
         return found
 
+    def next_uses(self, position: int) -> tuple[float, ...]:
+        """Return for each page of the operator at ``position`` its `next_use` after it."""
+        known = self._nexts.get(position)
+        if known is None:
+            known = tuple([self.next_use(key, position + 1) for key in self.needs[position]])
+            self._nexts[position] = known
+        return known
+
     def _use_from(self, key: int, position: int, births_from: int) -> float | None:
         """Return the next use; infinity if the page dies before; ``None`` if it lives on unused."""
-        places, birth = self.uses.get(key, ()), self.begun.get(key, -1)
+        if self._num_indexed < len(self.needs):
+            self._index()
+        places, birth = self._uses.get(key, ()), self.begun.get(key, -1)
         index = bisect.bisect_left(places, position)
         place = places[index] if index < len(places) else None
         if birth >= births_from and (place is None or place >= birth):
             return math.inf
         return place
+
+    def _index(self) -> None:
+        for position in range(self._num_indexed, len(self.needs)):
+            for key in self.needs[position]:
+                self._uses.setdefault(key, []).append(position)
+        self._num_indexed = len(self.needs)
 
 
 class Follower:
@@ -142,6 +165,6 @@ class Follower:
             self.orders.remove(same)
         self.orders = [*self.orders, order][-MAX_ORDERS:]
         if self._last is not None:
-            self._last.then = order
+            self._last.precede(order)
         self._last = order
         return order

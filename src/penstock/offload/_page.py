@@ -7,12 +7,14 @@ from typing import Any, Protocol
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from penstock.storages import id_of, storage_of
+from penstock.storages import id_of, is_gone, storage_of
 from penstock.tiers import Handle, HandleState
 
 
 class PageKind(Enum):
     """The kind of bytes in a page."""
+
+    __hash__ = object.__hash__  # the enum's own takes a call in Python
 
     PARAMETER = "parameters"
     GRADIENT = "gradients"
@@ -35,9 +37,15 @@ class OnHost(Protocol):
     @property
     def is_done(self) -> bool: ...
 
+    @property
+    def parameter(self) -> torch.Tensor: ...
+
 
 class Narrow:
-    """Half-precision tensors whose sum, in their order, is a page: gradients that autocast made."""
+    """Tensors of another precision whose sum, in their order, is a page.
+
+    They are the half-precision gradients that autocast made, or the weight of which a page is the cast.
+    """
 
     __slots__ = ("_dtype", "parts")
 
@@ -67,6 +75,7 @@ class Page:
     __slots__ = (
         "_name",
         "_weak",
+        "cast",
         "handle",
         "identity",
         "is_coming",
@@ -94,7 +103,7 @@ class Page:
         self.key = key
         """The key of the same parameter, gradient or state in every step, even if its storage changes."""
         self.kind = kind
-        self.size_bytes = storage.nbytes()
+        self.size_bytes = len(storage)
         self.handle: Handle | None = None
         """The handle of a copy in a lower tier, finished or under way; ``None`` if the bytes are only on the device."""
         self.pending: Callable[[], None] | None = None
@@ -105,6 +114,8 @@ class Page:
         """The update that changes its bytes in host memory; meanwhile they must not be copied."""
         self.narrow: Narrow | None = None
         """The tensors that it is the sum of, if any. Such a page is emptied without a copy."""
+        self.cast: Page | None = None
+        """For a weight: the cast of it that is emptied without a copy."""
         self.wide: Page | None = None
         """The page that this one is a cast of, or that is made from this one."""
         self.norm: tuple[Any, int, torch.Tensor] | None = None  # any: a call
@@ -130,7 +141,7 @@ class Page:
     @property
     def is_dead(self) -> bool:
         """Whether no tensor uses the storage any more."""
-        return bool(self._weak.expired())
+        return is_gone(self._weak)
 
     @property
     def is_ready(self) -> bool:

@@ -16,10 +16,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._mode_utils import no_dispatch
 
-from penstock.devices import Stream, backend_of
+from penstock.devices import Stream, Streams, backend_of
 from penstock.offload._copies import Copies
 from penstock.offload._course import Course
+from penstock.offload._pace import Pace
 from penstock.offload._page import Page, PageKind
 from penstock.offload._register import Register
 from penstock.offload._space import PageSpace
@@ -43,7 +45,8 @@ class Pages:
         self.register = Register()
         self.copies = Copies(waterfall, self.register)
         self.course = Course(budget_bytes, self.register, self.copies)
-        self._space = PageSpace(self.register, self.copies, self.course)
+        self._streams = backend_of(device).streams
+        self._space = PageSpace(self.register, self.copies, self.course, Pace(self._streams))
         self.find = self.register.find
         """Return the page of a storage, by the storage's identity."""
         self.timeline = Timeline()
@@ -54,7 +57,6 @@ class Pages:
         """Called with every operator while somebody waits for copies out."""
         self._mover: int | None = None
         """The thread whose operators are copies of pages."""
-        self._streams = backend_of(device).streams
         self._stream: Stream | None = None
         """The stream that worked on pages last."""
 
@@ -68,11 +70,8 @@ class Pages:
         with self.lock:
             if self.register.is_left_alone(storage):
                 return
-            before = self.register.last_of(id_of(storage))
-            if before is not None:
-                if not before.is_dead:
-                    return
-                self.copies.drop(before)
+            if self.register.find(id_of(storage)) is not None:
+                return
             page = self.register.add(storage, kind, name, self.course.place(kind, name))
             self.copies.held_bytes += page.size_bytes
             self.course.begun(page)
@@ -118,55 +117,82 @@ class Pages:
         whether to record it for the next step; views are not. ``made_bytes``: estimate of what it makes, until that is
         measured. Raises ``TierReadError`` if bytes cannot be read back.
         """
+        with self.lock:
+            before, self._mover = self._mover, threading.get_ident()
+            try:
+                self._need(pages, written, is_overwritten, is_noted, made_bytes)
+            finally:
+                self._mover = before
+
+    def _need(
+        self, pages: Sequence[Page], written: Collection[Page], is_overwritten: bool, is_noted: bool, made_bytes: int
+    ) -> None:
         copies, course = self.copies, self.course
-        with self._moving():
-            for page in written:
+        for page in written:
+            if page.wide is not None or page.cast is not None:
                 self._keep_what_is_made_of(page)
-            if self.before_need is not None:
-                self.before_need()
-            self._follow_stream()
-            position = course.follow(pages, is_noted=is_noted)
-            missing = [page for page in pages if not page.is_here]
-            for page in pages:
-                page.last_use = course.count
-                copies.stay(page)
-            stays = set(pages)
-            copies.settle_finished()
-            if self.on_poll is not None:
-                copies.waterfall.reap()
-                self.on_poll()
+        if self.before_need is not None:
+            self.before_need()
+        if self._streams is not None:
+            self._follow_stream(self._streams)
+        position = course.follow(pages, is_noted=is_noted)
+        missing: list[Page] = []
+        for page in pages:
+            page.last_use = course.count
+            copies.stay(page)
+            if not page.is_here:
+                missing.append(page)
+        if self.on_poll is not None:
+            copies.waterfall.reap()
+            self.on_poll()
+        copies.free_dead()
+        limit = course.limit(position)
+        if missing or made_bytes:
             if course.order is not None and course.order.others_bytes:
                 made_bytes = 0  # it is part of what was measured
-            limit = course.limit(position)
-            self._space.make(made_bytes + sum(page.size_bytes - page.held_bytes() for page in missing), stays, limit)
-            for page in missing:
-                is_read = not (is_overwritten and page in written)
-                if page.narrow is not None and is_read:
-                    self._space.add_up(page, stays, limit)
-                    continue
-                copies.fill(page, is_read=is_read)
-                if not is_read:  # at once, since the page now holds nothing valid
-                    copies.written(page)
-            for page in written:
+            self._space.make(made_bytes + sum(page.size_bytes - page.held_bytes() for page in missing), pages, limit)
+        elif copies.held_bytes > limit:
+            self._space.make(0, pages, limit)
+        # A copy in waits for what the device has been given so far. So the next ones are queued before the device is
+        # told to wait for those of this operator, unless these have not begun yet.
+        is_early = is_noted and all(page.is_coming for page in missing)
+        if is_noted:
+            course.rank_used(pages, position)
+        if is_early:
+            self._space.look_ahead(pages, position, limit)
+        for page in missing:
+            is_read = not (is_overwritten and page in written)
+            if page.narrow is not None and is_read:
+                self._space.add_up(page, set(pages), limit)
+                continue
+            copies.fill(page, is_read=is_read)
+            if not is_read:  # at once, since the page now holds nothing valid
                 copies.written(page)
+        for page in written:
+            copies.written(page)
+        if not is_noted:
             for page in pages:
                 course.rank(page, position + 1)
-            if is_noted:
-                self._space.look_ahead(stays, position)
+        elif not is_early:
+            self._space.look_ahead(pages, position, limit)
+        if self.timeline.is_recording:
             self.timeline.sample(self.register.everything)
-            if self.after_need is not None:
-                copies.sweep()
-                self.after_need(is_noted)
+        if self.after_need is not None:
+            copies.sweep()
+            copies.free_dead()
+            self.after_need(is_noted)
 
     @contextlib.contextmanager
-    def quietly(self, pages: Sequence[Page], written: Collection[Page]) -> Iterator[None]:
+    def quietly(self, pages: Sequence[Page], written: Collection[Page], *, are_plain: bool) -> Iterator[None]:
         """Run this thread's operators on ``pages`` without looking at each of them, while the block runs.
 
         What else they make is measured as with any operator. Until then it is assumed to be as large as the pages.
+        ``are_plain``: no operator works on a tensor of another class than PyTorch's own, so none needs a mode.
         """
         with self._moving():
             self.need(pages, written, made_bytes=sum(page.size_bytes for page in pages))
-            yield
+            with no_dispatch() if are_plain else contextlib.nullcontext():
+                yield
 
     def ask_for_address(self, page: Page) -> None:
         """Fetch a page that somebody is about to read and write by address, and keep it for a while."""
@@ -198,7 +224,8 @@ class Pages:
     def flush(self) -> None:
         """Move all pages off the device, except pinned ones."""
         with self._moving():
-            self._follow_stream()
+            if self._streams is not None:
+                self._follow_stream(self._streams)
             for page in self.register:
                 if page not in self.register.pinned:
                     self.copies.leave(page)
@@ -220,23 +247,21 @@ class Pages:
         with self._moving():
             self.copies.drop_all()
 
-    def _follow_stream(self) -> None:
+    def _follow_stream(self, streams: Streams) -> None:
         """Make the current stream wait for the one that worked on pages before, if they differ."""
-        if self._streams is None:
-            return
-        current = self._streams.current()
+        current = streams.current()
         if self._stream is not None and current != self._stream:
-            self._streams.wait(current, self._streams.record(self._stream, is_timed=False))
+            streams.wait(current, streams.record(self._stream, is_timed=False))
         self._stream = current
 
     def _keep_what_is_made_of(self, part: Page) -> None:
         """Give the page that is made from ``part`` bytes of its own, since ``part`` is about to change."""
-        page = part.wide
-        if page is None or page.narrow is None or page.is_dead:
-            return
-        if any(other is part for _, other in page.narrow.parts):
-            self.need([page], [], is_noted=False)
-            page.narrow = None
+        for page in (part.wide, part.cast):
+            if page is None or page.narrow is None or page.is_dead:
+                continue
+            if any(other is part for _, other in page.narrow.parts):
+                self.need([page], [], is_noted=False)
+                page.narrow = None
 
     @contextlib.contextmanager
     def _moving(self) -> Iterator[None]:

@@ -29,8 +29,12 @@ class Ranks:
 
     def rank(self, page: Page, order: StepOrder | None, position: int, *, is_new: bool = False) -> None:
         """Rank a page at ``position`` in the step's order; without an order, rank it by its last use."""
-        page.rank = page.last_use if order is None else -order.next_use(page.key, position, is_new=is_new)
-        heapq.heappush(self._heap, (page.rank, next(self._entry), page))
+        self.put(page, page.last_use if order is None else -order.next_use(page.key, position, is_new=is_new))
+
+    def put(self, page: Page, rank: float) -> None:
+        """Give a page its rank."""
+        page.rank = rank
+        heapq.heappush(self._heap, (rank, next(self._entry), page))
 
     def rank_all(self, pages: Iterable[Page], order: StepOrder | None, position: int) -> None:
         """Rank all pages that are on the device anew, and drop outdated entries."""
@@ -62,6 +66,7 @@ class Ranks:
                 continue
             if page.wide is not None and page.wide.is_dead:
                 copies.drop(page.wide)  # only this page may have kept that one
+                page.wide = None
             if page.is_dead:
                 copies.drop(page)
             elif later_than is not None and -rank <= later_than:

@@ -20,6 +20,12 @@ class Register:
         self.num_changes = 0
         """Counts every time that a storage becomes a page or stops being one."""
         self._by_storage: dict[int, Page] = {}
+        self.find = self._by_storage.get
+        """Return the page of a living storage, by the storage's identity.
+
+        No other storage has the identity of a dead page's, as long as that page is not dropped: the page's weak
+        reference keeps it taken.
+        """
         self._by_key: dict[int, Page] = {}
         self._last: dict[int, Page] = {}
         """The last page of each key, also if it is dead."""
@@ -43,15 +49,6 @@ class Register:
         if self._by_key.get(page.key) is page:
             del self._by_key[page.key]
 
-    def find(self, storage_id: int) -> Page | None:
-        """Return the page of a storage, by the storage's identity."""
-        page = self._by_storage.get(storage_id)
-        return None if page is None or page.is_dead else page
-
-    def last_of(self, storage_id: int) -> Page | None:
-        """Return the page that was registered last for a storage with that identity, also if it is dead."""
-        return self._by_storage.get(storage_id)
-
     def with_key(self, key: int) -> Page | None:
         """Return the living page that has a key."""
         page = self._by_key.get(key)
@@ -69,7 +66,7 @@ class Register:
 
     def is_left_alone(self, storage: torch.UntypedStorage) -> bool:
         """Whether `leave_alone` was called for a page of this storage."""
-        weak = self._left_alone.get(id_of(storage))
+        weak = self._left_alone.get(id_of(storage)) if self._left_alone else None
         return weak is not None and not weak.expired()
 
     def everything(self) -> list[Page]:

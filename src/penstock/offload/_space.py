@@ -5,23 +5,29 @@ from collections.abc import Collection
 
 from penstock.offload._copies import Copies
 from penstock.offload._course import Course
+from penstock.offload._pace import Pace
 from penstock.offload._page import Page
 from penstock.offload._register import Register
 
 _AHEAD_BYTES = 256 * 2**20
-"""The most bytes that are fetched ahead. With small budgets it is an eighth of the budget."""
+"""The most bytes that are fetched ahead, or four pages. With small budgets it is an eighth of the budget."""
 
 
 class PageSpace:
     """The device memory for pages. Pages of the operator that comes next (``stays``) never leave."""
 
-    def __init__(self, register: Register, copies: Copies, course: Course):
+    def __init__(self, register: Register, copies: Copies, course: Course, pace: Pace):
         self._register, self._copies, self._course = register, copies, course
-        self._ahead_bytes = min(_AHEAD_BYTES, course.budget_bytes // 8)
+        self._pace = pace
+        self._largest_bytes = 0
+        """The size of the largest page that was waited for."""
 
     def make(self, size_bytes: int, stays: Collection[Page], limit: int) -> None:
         """Wait until pages may take ``size_bytes`` more within the ``limit``, as far as others can leave."""
         copies, course = self._copies, self._course
+        if copies.held_bytes + size_bytes <= limit:
+            return
+        copies.settle_finished()
         if copies.held_bytes + size_bytes <= limit:
             return
         start_s = time.perf_counter()
@@ -42,46 +48,66 @@ class PageSpace:
             if not self._copies.settle(page, self._course.count):
                 self._course.rank(page)
 
-    def look_ahead(self, stays: Collection[Page], position: int) -> None:
+    def look_ahead(self, stays: Collection[Page], position: int, now: int) -> None:
         """Begin to move out what is used last and to fetch what is used next, operator by operator.
 
         Neither moves out pages that are used before the position under consideration, nor takes memory that new pages
-        need.
+        need. ``now`` is the limit at ``position``. While pages that leave still take the room of those to be fetched,
+        more leave: otherwise copies out and in would take turns.
         """
         copies, course = self._copies, self._course
         order = course.order
         if order is None or not order.others_bytes:
             return
-        course.ahead = max(course.ahead, position + 1)
-        now, begun = course.limit(position), order.begun_between(position, course.ahead)
-        moved = 0
-        while course.ahead < len(order.needs) and moved + begun < self._ahead_bytes:
-            missing = self._missing(position)
+        place = course.ahead = max(course.ahead, position + 1)
+        begun = order.begun_between(position, place)
+        waiting: dict[Page, None] = {}
+        moved, waiting_bytes = 0, 0
+        most_bytes = min(max(_AHEAD_BYTES, 4 * self._largest_bytes), course.budget_bytes // 8)
+        while place < len(order.needs) and moved + begun + waiting_bytes < most_bytes:
+            missing = self._missing(place, position)
             if missing is None:
                 return
-            wanted = begun + order.begun_bytes[course.ahead] + sum(page.size_bytes for page in missing)
-            limit = min(now, course.limit(course.ahead))
-            while copies.held_bytes - copies.leaving_bytes + wanted > limit:
-                victim = course.victim(stays, later_than=course.ahead)
+            begun += order.begun_bytes[place]
+            for page in missing:
+                self._largest_bytes = max(self._largest_bytes, page.size_bytes)
+                if page not in waiting:
+                    waiting[page] = None
+                    waiting_bytes += page.size_bytes
+            limit = min(now, course.limit(place))
+            while copies.held_bytes - copies.leaving_bytes + begun + waiting_bytes > limit:
+                victim = course.victim(stays, later_than=place)
                 if victim is None:
                     return
                 copies.leave(victim)
-            for page in missing:
-                if copies.held_bytes + page.size_bytes > now:
-                    return  # not before the leaving pages are gone
-                if not copies.prefetch(page):
-                    return
-                moved += page.size_bytes
-                course.rank(page, position + 1)
-            begun += order.begun_bytes[course.ahead]
-            course.ahead += 1
+            if place == course.ahead:
+                for page in missing:
+                    if not self._has_room(page.size_bytes, now):
+                        break
+                    if not copies.prefetch(page):
+                        return
+                    moved += page.size_bytes
+                    waiting_bytes -= page.size_bytes
+                    del waiting[page]
+                    course.rank(page, position + 1)
+                else:
+                    course.ahead += 1
+            place += 1
 
-    def _missing(self, position: int) -> list[Page] | None:
-        """Return the pages to be fetched for the operator that is looked at; ``None`` while the host works on one."""
+    def _has_room(self, size_bytes: int, limit: int) -> bool:
+        """Return whether leaving pages have left enough room by now."""
+        copies = self._copies
+        if copies.held_bytes + size_bytes > limit:
+            self._pace.hold()
+            copies.settle_finished()
+        return copies.held_bytes + size_bytes <= limit
+
+    def _missing(self, place: int, position: int) -> list[Page] | None:
+        """Return the pages to be fetched for the operator at ``place``; ``None`` while the host works on one."""
         order = self._course.order
         assert order is not None
         missing = []
-        for key in order.needs[self._course.ahead]:
+        for key in order.needs[place]:
             page = self._register.with_key(key)
             if page is None or order.begun.get(key, -1) > position:  # its next page does not exist yet
                 continue

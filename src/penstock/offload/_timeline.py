@@ -19,6 +19,11 @@ class Timeline:
         self._under_way: list[Sample] | None = None
         self._start_s, self._every, self._count = 0.0, 1, 0
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether the step under way is recorded."""
+        return self._under_way is not None
+
     def begin(self, order: StepOrder | None, *, is_measured: bool) -> None:
         """Begin a step that is expected to follow ``order``."""
         self._under_way, self._start_s, self._count = None, time.perf_counter(), 0

@@ -10,7 +10,7 @@ import torch
 from penstock.host_stepping import settings_of
 from penstock.offload._deferred import Deferred
 from penstock.offload._on_host import HostUpdates, merge
-from penstock.offload._operators import SMALL_BYTES, id_or_zero
+from penstock.offload._operators import PLAIN, SMALL_BYTES, id_or_zero
 from penstock.offload._pages import Pages
 from penstock.offload._past import do_pending
 from penstock.offload._taken import Taken
@@ -77,7 +77,8 @@ class Updates:
         for hook in list(optimizer._optimizer_step_pre_hooks.values()):
             hook(optimizer, (), {})
         for page in list(self._pages):
-            if page.pending is not None:  # a weight that nobody has used since the last step
+            is_of_this_step = page.on_host is not None and id(page.on_host.parameter) in self._updated
+            if page.pending is not None and not is_of_this_step:  # a weight that nobody has used since the last step
                 page.pending()
         if self._is_undecided and self._host is not None:
             is_faster = self._host.is_faster()
@@ -169,7 +170,8 @@ class Updates:
         if not is_known or _AT_ONCE * sum(page.size_bytes for page in pages) > self._pages.course.budget_bytes:
             return contextlib.nullcontext()
         do_pending(pages)
-        return self._pages.quietly(pages, pages)  # some optimizers write to gradients as well
+        are_plain = all(type(tensor) in PLAIN for tensor in tensors)
+        return self._pages.quietly(pages, pages, are_plain=are_plain)  # some optimizers write to gradients as well
 
     def _is_small(self, parameter: torch.Tensor) -> bool:
         """Whether nothing of the parameter ever leaves the device."""

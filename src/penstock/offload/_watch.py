@@ -2,17 +2,18 @@
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import ForkedProcessError
+from penstock.forks import renewed_in_child
 from penstock.offload._casts import ADD, CAST, Casts
-from penstock.offload._norms import Norms
-from penstock.offload._operators import Touched, id_or_zero, in_parts, is_alias, new_storages, touches
+from penstock.offload._norms import NORMS, Norms
+from penstock.offload._operators import Touched, effect_of, id_or_zero, in_parts, new_storages, touches
 from penstock.offload._page import Page, PageKind
 from penstock.offload._pages import Pages
 from penstock.offload._past import begin_watching, do_pending, end_watching
@@ -22,6 +23,8 @@ _PART_BYTES = 8 * 2**20
 _COMMUNICATION = ("c10d", "_c10d_functional", "c10d_functional")
 _TRACING = tuple(torch._C._TorchDispatchModeKey.__members__.values())  # type: ignore[attr-defined]
 """Modes of tracing and compiling, which come after all others."""
+_is_plain = torch._C._disabled_torch_dispatch_impl
+"""The ``__torch_dispatch__`` of classes whose operators come here."""
 _SCALING = (torch.ops.aten._foreach_mul_.Tensor, torch.ops.aten._foreach_mul_.Scalar)
 """The operators by which clipping scales gradients. They would fetch all gradients only to let them leave again."""
 
@@ -33,12 +36,19 @@ class PageWatch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._pages: Pages | None = pages
         self._device = device
-        self._process = os.getpid()
+        self._is_copy = False
+        """Whether this is the copy in a forked process, where the pages are not."""
+        self._all.add(self)
         self._num_compiled = 0
         self.adopts_results = True
         """Whether results of operators become pages."""
         self.norms = Norms(pages)
         self.casts = Casts(pages, device)
+
+    def _note_copied(self) -> None:
+        self._is_copy = True
+
+    _all = renewed_in_child(_note_copied)
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -46,6 +56,11 @@ class PageWatch(TorchDispatchMode):
         return True
 
     supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return false: what PyTorch would do takes 4 microseconds for every operator, and is done once below."""
+        return False
 
     def begin(self) -> None:
         """Begin to watch. Raises ``ValueError`` while another one does."""
@@ -62,7 +77,7 @@ class PageWatch(TorchDispatchMode):
     @property
     def pages(self) -> Pages | None:
         """Its pages; ``None`` after `end` or in another process."""
-        return self._pages if self._process == os.getpid() else None
+        return None if self._is_copy else self._pages
 
     def find(self, identity: int) -> tuple[Pages, Page] | None:
         """Return the page of a storage. Raises ``ForkedProcessError`` if another process has moved its bytes away."""
@@ -70,7 +85,7 @@ class PageWatch(TorchDispatchMode):
         page = None if pages is None else pages.find(identity)
         if pages is None or page is None:
             return None
-        if self._process == os.getpid():
+        if not self._is_copy:
             return pages, page
         if page.is_here and page.pending is None and page.scaling is None:
             return None
@@ -81,18 +96,18 @@ class PageWatch(TorchDispatchMode):
 
     # any: PyTorch's
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        kwargs, pages = kwargs or {}, self.pages
-        if pages is None:
-            if self._process != os.getpid():
+        kwargs, pages = kwargs or {}, self._pages
+        if pages is None or self._is_copy:
+            if self._is_copy:
                 touches(func, args, kwargs, self._refuse_elsewhere)
             return func(*args, **kwargs)
         if pages.is_moving:
             return func(*args, **kwargs)
-        if types and any(kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for kind in types):
+        if types and any(kind.__torch_dispatch__ is not _is_plain for kind in types):
             if any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING):
                 return func(*args, **kwargs)  # compiling: its own mode comes next
             return NotImplemented  # a wrapper tensor; the operators on its parts come here
-        if is_alias(func):
+        if effect_of(func).is_alias:
             return func(*args, **kwargs)
         if func is CAST:
             found = self.casts.given(args, kwargs)
@@ -104,21 +119,29 @@ class PageWatch(TorchDispatchMode):
                 return found
         num_changes = pages.register.num_changes
         touched = touches(func, args, kwargs, pages.find)
-        if touched.is_view and all(page.is_ready for page in touched.pages):
+        is_ready = is_here = True
+        for page in touched.pages:
+            is_here = is_here and page.is_here
+            is_ready = is_ready and page.pending is None and page.scaling is None
+        if touched.is_view and is_here and is_ready:
             return func(*args, **kwargs)  # this is half of all operators
-        was_here = all(page.is_here for page in touched.pages)
-        do_pending(touched.pages)
-        norms = self.norms.given(func, args, kwargs, lambda given: self._parts(pages, func, given, kwargs))
-        if norms is not None:
-            return norms
+        if not is_ready:
+            do_pending(touched.pages)
+        if func in NORMS:
+            norms = self.norms.given(func, args, kwargs, lambda given: self._parts(pages, func, given, kwargs))
+            if norms is not None:
+                return norms
         if touched.is_of_lists:
             if func in _SCALING:
                 args = (self._scale_later(pages, *args[:2]), *args[1:])
             return self._parts(pages, func, args, kwargs)
         result = self._run(pages, func, args, kwargs, touched, num_changes)
         if func is CAST:
-            self.casts.done(args, result, was_here=was_here)
+            self.casts.done(args, result, was_here=is_here)
         return result
+
+    set_code_exec_strategy(__torch_dispatch__.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    """Dynamo skips it and all that it calls."""
 
     def _parts(self, pages: Pages, func: Any, args: Sequence[Any], kwargs: Any) -> list[Any] | None:
         """Run an operator on lists, on some of the entries at a time."""

@@ -110,4 +110,4 @@ class DirectHop:
     def _arrived(self, handle: Handle, box: Box, room: Room, transit: Transit, job: LaneJob) -> None:
         note_copy(self._events, Link(room.tier.place, DEVICE), "fetch", job)
         self._handles.arrived(handle, box, job.error)
-        transit.is_queued.set()
+        transit.note_queued()

@@ -33,7 +33,12 @@ class ExtentAllocator:
     def reserve(self, size_bytes: int) -> int | None:
         """Return the offset of a contiguous range of the rounded size, or ``None`` if no gap is large enough."""
         size_bytes = self.rounded(size_bytes)
-        best = min((gap for gap in self._gaps if gap[1] >= size_bytes), key=lambda gap: gap[1], default=None)
+        best: tuple[int, int] | None = None
+        for gap in self._gaps:
+            if gap[1] >= size_bytes and (best is None or gap[1] < best[1]):
+                best = gap
+                if gap[1] == size_bytes:  # as most, since a step reserves what the last one gave back
+                    break
         if best is None:
             return None
         self._take(best, size_bytes)

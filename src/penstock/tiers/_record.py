@@ -12,6 +12,8 @@ from penstock.tiers._room import Room
 class HandleState(enum.Enum):
     """Where the bytes of a handle are."""
 
+    __hash__ = object.__hash__  # the enum's own takes a call in Python
+
     LEAVING = "leaving"
     """On the device; the copy out has not finished."""
     PARKED = "parked"
@@ -26,6 +28,8 @@ class HandleState(enum.Enum):
 
 class Happening(enum.Enum):
     """An event that may change the state of a handle."""
+
+    __hash__ = object.__hash__
 
     LEFT = "the copy out is complete"
     STAYS = "there is no copy out, or none that counts: no room, it failed, it was taken back, the bytes are wanted"
@@ -104,4 +108,4 @@ class Record:
     def alive(self, size_bytes: int) -> torch.UntypedStorage | None:
         """Return the storage of ``weak``, if somebody still holds it and has not emptied it."""
         storage = storage_of(self.weak)
-        return storage if storage is not None and storage.nbytes() == size_bytes else None
+        return storage if storage is not None and len(storage) == size_bytes else None

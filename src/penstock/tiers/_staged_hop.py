@@ -208,7 +208,7 @@ class StagedHop:
             on_passed()
         self._handles.arrived(handle, box, error)
         del error  # its traceback would keep this frame alive, and so the handle and its space
-        transit.is_queued.set()
+        transit.note_queued()
 
     def _drop(self, room: StagedRoom) -> None:
         """Remove one user; the last one frees the staging memory, unless only that has the bytes."""

@@ -6,7 +6,7 @@ The host runs ahead of the device, so a copy is only queued here. `poll` notices
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -32,8 +32,11 @@ class Transit:
     """Done when the memory of the copy in may be written."""
     arrived: StreamEvent = None
     """Done when the bytes are back on the device; set when that copy is queued."""
-    is_queued: threading.Event = field(default_factory=threading.Event)
-    """Set when ``arrived`` is set, or when there will be no such copy because it took another route or failed."""
+    is_queued: threading.Event | None = None
+    """Set when ``arrived`` is set, or when there will be no such copy because it took another route or failed.
+
+    ``None`` before the first copy in.
+    """
     direct: LaneJob | None = None
     """The copy directly from device to disk, begun or finished."""
 
@@ -41,6 +44,11 @@ class Transit:
         """Start another copy in, into memory of the stream ``home``."""
         self.home, self.ready, self.arrived = home, ready, None
         self.is_queued = threading.Event()
+
+    def note_queued(self) -> None:
+        """Let go on who waits until the copy in is queued, or until there will be none."""
+        if self.is_queued is not None:
+            self.is_queued.set()
 
 
 @dataclass(slots=True, eq=False)
@@ -77,15 +85,15 @@ class Direction:
 
     def note(self, copy: _Copy) -> None:
         """Record a finished copy: its duration by the device's clock, and when it ran."""
+        taken_s, end_s = self._streams.elapsed_s(copy.started, copy.passed), self._timeline.host_s(copy.passed)
         self._copied_bytes += copy.size_bytes
-        self._busy_s += self._streams.elapsed_s(copy.started, copy.passed)
-        start_s, end_s = self._timeline.host_s(copy.started), self._timeline.host_s(copy.passed)
+        self._busy_s += taken_s
         self._events.add(
             lane=self._link.name,
             kind=self._kind,
             label=copy.handle.label,
             size_bytes=copy.size_bytes,
-            start_s=start_s,
+            start_s=end_s - taken_s,
             end_s=end_s,
         )
 
@@ -152,7 +160,7 @@ class StreamHop:
         stream = self.out.stream
         self._streams.wait(stream, transit.produced)
         started = self._streams.record(stream)
-        self._streams.copy(stream, target[: handle.size_bytes], as_bytes(storage))
+        self._streams.copy(stream, _start_of(target, handle.size_bytes), as_bytes(storage))
         transit.left = self._streams.record(stream)
         self._leaving.append(_Copy(handle, [storage], transit, started, transit.left))
         self.in_flight_bytes += handle.size_bytes
@@ -176,10 +184,10 @@ class StreamHop:
             if transit.left is not None:
                 self._streams.wait(stream, transit.left)
             started = self._streams.record(stream)
-            self._streams.copy(stream, as_bytes(box[0]), source[: handle.size_bytes])
+            self._streams.copy(stream, as_bytes(box[0]), _start_of(source, handle.size_bytes))
             transit.arrived = self._streams.record(stream)
             self._arriving.append(_Copy(handle, box, transit, started, transit.arrived, source, on_passed))
-        transit.is_queued.set()
+        transit.note_queued()
 
     def let_oldest_leave(self) -> None:
         """Make the device wait for the oldest copy out, so that work queued from now on may use its memory."""
@@ -239,6 +247,10 @@ class StreamHop:
         copy = self._leaving.popleft()
         self.in_flight_bytes -= copy.size_bytes
         self._handles.left(copy.handle, copy.box, None)
+
+
+def _start_of(memory: torch.Tensor, size_bytes: int) -> torch.Tensor:
+    return memory if len(memory) == size_bytes else memory[:size_bytes]
 
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:

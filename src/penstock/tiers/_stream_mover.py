@@ -200,7 +200,7 @@ class StreamMover:
         transit = handle.record.transit
         assert isinstance(transit, Transit)
         waited_s = 0.0
-        if not transit.is_queued.is_set():
+        if transit.is_queued is not None and not transit.is_queued.is_set():
             start_s = time.perf_counter()
             transit.is_queued.wait()
             waited_s = time.perf_counter() - start_s

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock.arguments import checked
+from penstock.arguments import checked, must_be
 from penstock.errors import InternalError, TierDegradedWarning, TierFullError
 from penstock.tiers._events import EventLog
 from penstock.tiers._handle import Handle
@@ -27,6 +27,8 @@ from penstock.tiers._room import Room
 from penstock.tiers._statistics import TierStatistics
 from penstock.tiers._tier import Tier
 from penstock.tiers._traffic import Traffic
+
+_PARK = "waterfall.park(tensor.untyped_storage())"
 
 
 class Waterfall:
@@ -52,13 +54,16 @@ class Waterfall:
         self._traffic = Traffic(self.tiers, mover, handles, events)
         self._has_warned = False
 
-    @checked("waterfall.park(tensor.untyped_storage())")
     def park(self, storage: torch.UntypedStorage, label: str = "") -> Handle:
         """Begin to copy ``storage`` out and return its handle, which keeps the storage alive until the copy is done.
 
         Waits while too many bytes are being copied out. The storage must not be written to before the copy is done; if
         it is shared, check its version. If no tier has space, the handle keeps the storage (state ``KEPT``).
         """
+        if not isinstance(storage, torch.UntypedStorage):
+            raise must_be("storage", "a torch.UntypedStorage", storage, _PARK)
+        if not isinstance(label, str):
+            raise must_be("label", "text", label, _PARK)
         traffic = self._traffic
         traffic.refuse_if_gone()
         handle = Handle(traffic, storage, label)

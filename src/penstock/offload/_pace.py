@@ -1,0 +1,32 @@
+"""The pace of the host, which must not run too far ahead of the device while pages wait for room."""
+
+from collections import deque
+
+from penstock.devices import StreamEvent, Streams
+
+_MOST_AHEAD = 4
+"""Operators on pages by which the host may be ahead of the device while a page waits for room."""
+
+
+class Pace:
+    """A brake for the host.
+
+    A copy in comes after all work that the device had been given when it was queued, because that work may use the same
+    memory. And the room of a page that leaves is only noticed once its copy is complete. So a host that is many
+    operators ahead queues each copy long after it could begin, and finds room only by making the device wait for
+    copies out: then the device copies in, copies out and computes in turn, never at the same time.
+    """
+
+    def __init__(self, streams: Streams | None):
+        self._streams = streams
+        self._marks: deque[StreamEvent] = deque()
+
+    def hold(self) -> None:
+        """Wait until the device has come close. Called for each operator at which a page waits for room."""
+        if self._streams is None:
+            return
+        self._marks.append(self._streams.record(self._streams.current(), is_timed=False))
+        if len(self._marks) > _MOST_AHEAD:
+            mark = self._marks.popleft()
+            if not self._streams.is_done(mark):
+                self._streams.synchronize(mark)
