@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -60,12 +60,76 @@ class _Run:
 
 def larger(context: Context) -> Iterator[Found]:
     """Measure steps within budgets that hold a part of the state, plain training, and FSDP2 with its offloading."""
-    backward, host = {"update_in_backward": True}, {"update_in_backward": True, "update": "host"}
-    ways = [(0.25, {}), (0.25, backward), (0.25, host), (0.125, backward)]
+    backward: dict[str, Any] = {"update_in_backward": True}
+    host = {**backward, "update": "host"}
+    ways: list[tuple[float, dict[str, Any]]] = [(0.25, {}), (0.25, backward), (0.25, host), (0.125, backward)]
     layers, width = (2, 64) if context.quick else (24, 2048)
     for tokens, chosen in [((2, 32), ways)] if context.quick else [((8, 1024), ways), ((32, 1024), ways[1:3])]:
         case = _Case(layers=layers, width=width, tokens=tokens, device=context.device)
         yield from _compared(case, context, chosen)
+
+
+def parts(context: Context) -> Iterator[Found]:
+    """Measure for how long the device computes, copies in and copies out in steps within a quarter of the state."""
+    for layers, width in [(2, 64)] if context.quick else [(24, 2048), (12, 4096)]:
+        case = _Case(layers=layers, width=width, tokens=(2, 32) if context.quick else (8, 1024), device=context.device)
+        plain = _plain(case, context)
+        for update in ("device", "host"):
+            yield _parts(case, context, plain, update)
+            _clear()
+
+
+def _parts(case: _Case, context: Context, plain: _Run, update: Literal["device", "host"]) -> Found:
+    model = case.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    budget_bytes, host = max(4 * num_parameters, 2**20), "64MiB" if context.quick else "90GiB"
+    training = offload.training(model, optimizer, budget_bytes, host=host, update=update, update_in_backward=True)
+    try:
+        run = _trained(case, context, model, optimizer, lambda: training)
+        busy_s = _busy(lambda: _trained(case, context, model, optimizer, lambda: training, num_warm=0), context)
+    finally:
+        training.close(discard=True)
+    return Found(
+        name=f"{num_parameters / 1e9:.2g}B parameters, width {case.width}, updates on the {update}",
+        ours=1e3 * run.step_s,
+        unit="ms a step",
+        peer="over plain",
+        peer_value=run.step_s / plain.step_s,
+        note=", ".join(f"{name} {1e3 * taken_s:.0f} ms" for name, taken_s in busy_s.items()),
+    )
+
+
+def _busy(run: Callable[[], object], context: Context) -> dict[str, float]:
+    """Return the seconds a step in which the device is busy, by the kind of its work; empty without CUDA's profiler."""
+    if context.device != "cuda":
+        run()
+        return {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+    spans: dict[str, list[tuple[float, float]]] = {"computes": [], "copies in": [], "copies out": []}
+    for event in profile.events() or ():
+        if event.device_type.name == "CUDA":
+            kind = "copies in" if "HtoD" in event.name else "copies out" if "DtoH" in event.name else "computes"
+            spans[kind].append((event.time_range.start, event.time_range.end))
+    result = {kind: _union_us(each) for kind, each in spans.items()}
+    copies = _union_us([*spans["copies in"], *spans["copies out"]])
+    result["both copies at once"] = result["copies in"] + result["copies out"] - copies
+    result["anything"] = _union_us([span for each in spans.values() for span in each])
+    return {kind: taken / 1e6 / _num_steps(context) for kind, taken in result.items()}
+
+
+def _union_us(spans: list[tuple[float, float]]) -> float:
+    """Return the length of the union of intervals."""
+    total, end = 0.0, -math.inf
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
+
+
+def _num_steps(context: Context) -> int:
+    return 1 if context.quick else 6
 
 
 def _compared(case: _Case, context: Context, chosen: Sequence[tuple[float, dict[str, Any]]]) -> Iterator[Found]:
@@ -156,6 +220,8 @@ def _trained(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    *,
+    num_warm: int | None = None,
 ) -> _Run:
     """Run a few steps to warm up, then time some."""
     batch, run = case.batch(), _Run()
@@ -170,9 +236,11 @@ def _trained(
             optimizer.zero_grad()
         losses.append(loss.detach())
 
-    for _ in range(2 if context.quick else 7):  # an order of operators is measured twice before it is followed
+    if num_warm is None:
+        num_warm = 2 if context.quick else 7  # an order of operators is measured twice before it is followed
+    for _ in range(num_warm):
         step()
-    num_steps = 1 if context.quick else 6
+    num_steps = _num_steps(context)
 
     def steps() -> None:
         for _ in range(num_steps):

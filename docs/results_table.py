@@ -176,6 +176,16 @@ ENTRIES = {
             ),
         ),
     ),
+    "gpu-overlap": Entry(
+        shows="On H100s: 1.2 and 2.4 billion parameters within a quarter of their state, before and after copies in, "
+        "copies out and computation ran at the same time",
+        command="gpu --phase 6",
+        figures=(
+            Figure(label="width 4096: {} of the time before", name="2.4B.*after, four.*", metric="step time"),
+            Figure(label="width 2048: {} of it", name="1.2B.*in backward, after.*", metric="step time"),
+            Figure(label="updates on the host: {}", name="1.2B.*on the host, after.*", metric="step time"),
+        ),
+    ),
     "cpu-advisor": Entry(
         shows="What `advise` picks and predicts, compared with training with every option",
         command="advisor --scale 0.6",
