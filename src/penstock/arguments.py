@@ -60,8 +60,8 @@ def checked(example: str, **least: float) -> Callable[[_Function], _Function]:
         def call(*arguments: Any, **keywords: Any) -> Any:  # any: the function's own
             if not admitted:
                 admitted.update(_admitted_by_name(function))
-            given = zip(names, arguments, strict=False)
-            for name, value in chain(given, keywords.items()) if keywords else given:
+            by_position = zip(names, arguments, strict=False)
+            for name, value in chain(by_position, keywords.items()) if keywords else by_position:
                 values, kind = admitted.get(name), type(value)
                 # an int of the right type may still have too many bits
                 if values is not None and (kind not in values.exact or kind is int or name in least):

@@ -14,7 +14,7 @@ METHODS = ["plain", "checkpoint", "offload", "remat"]
 
 
 def bench(*arguments):
-    return CliRunner().invoke(app, ["bench", *(str(one) for one in arguments)])
+    return CliRunner().invoke(app, ["bench", *(str(argument) for argument in arguments)])
 
 
 def rows_of(document):
@@ -86,11 +86,11 @@ def test_a_benchmark_that_fails_says_its_last_words(tmp_path, monkeypatch):
 
 
 def test_all_benchmarks_of_the_tree_are_found():
-    names = [one["name"] for one in json.loads(bench("--list", "--json").stdout)["benchmarks"]]
+    names = [row["name"] for row in json.loads(bench("--list", "--json").stdout)["benchmarks"]]
     assert names[0] == "step"
     assert {"fleet", "fleet_training", "offload", "planner", "relational", "remat", "unified"} <= set(names)
     assert "common" not in names and "models" not in names
-    assert all(one.what for one in _bench_names.benchmarks())
+    assert all(benchmark.what for benchmark in _bench_names.benchmarks())
 
 
 def test_without_the_tree_it_is_said(monkeypatch, tmp_path):

@@ -151,7 +151,7 @@ def test_plan_says_what_is_wrong_with_a_target(tmp_path):
     result = run("plan", f"{tmp_path}/train.py:make_fixed", "--method", "magic")
     assert result.exit_code == 2
     assert "'recompute'" in result.output
-    assert [one.value for one in PlanMethod] == list(get_args(penstock.remat.Method))
+    assert [method.value for method in PlanMethod] == list(get_args(penstock.remat.Method))
 
 
 def test_the_first_line_says_what_is_slower_without_a_compiler(monkeypatch):

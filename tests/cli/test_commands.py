@@ -28,8 +28,8 @@ from penstock.errors import BudgetError, InternalError, PenstockError
 def commands():
     """``{"fleet run": command}`` of all."""
     root = typer.main.get_command(app)
-    found = {name: one for name, one in root.commands.items() if not hasattr(one, "commands")}
-    return found | {f"fleet {name}": one for name, one in root.commands["fleet"].commands.items()}
+    found = {name: command for name, command in root.commands.items() if not hasattr(command, "commands")}
+    return found | {f"fleet {name}": command for name, command in root.commands["fleet"].commands.items()}
 
 
 ALL = [
@@ -40,7 +40,7 @@ ALL = [
 
 
 def penstock_says(*arguments, **environment):
-    return CliRunner().invoke(app, [str(one) for one in arguments], env=environment, prog_name="penstock")
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env=environment, prog_name="penstock")
 
 
 def example_of(name):
@@ -312,7 +312,7 @@ def test_advise_hands_everything_on(workplace, monkeypatch):
     assert given["loss"](given["model"], given["batch"]).ndim == 0
     assert given["optimizer"].__name__ == "SGD"
     assert report["budget_bytes"] == 2**30
-    assert [one["name"] for one in report["options"]] == ["plain", "offload"]
+    assert [option["name"] for option in report["options"]] == ["plain", "offload"]
     assert report["options"][1] == {
         "name": "offload", "is_refused": False, "reason": "it fits", "peak_bytes": 100, "ratio": 1.1,
         "is_measured": True, "code": "offload(model)",
@@ -329,9 +329,9 @@ def test_advice_is_asked_for_and_given(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = penstock_says("advise", "own.py:make", "--budget", "1GiB", "--rounds", "1", "--json")
     found = json.loads(result.stdout)
-    assert found["best"] in {one["name"] for one in found["options"]}
-    assert all(one["is_measured"] and one["peak_bytes"] <= 2**30 for one in found["options"])
-    (code,) = (one["code"] for one in found["options"] if one["name"] == "remat")
+    assert found["best"] in {option["name"] for option in found["options"]}
+    assert all(option["is_measured"] and option["peak_bytes"] <= 2**30 for option in found["options"])
+    (code,) = (option["code"] for option in found["options"] if option["name"] == "remat")
     model = torch.nn.Linear(8, 8)
     names = {"model": model, "batches": [torch.randn(4, 8)], "optimizer": torch.optim.SGD(model.parameters())}
     exec(code, names | {"loss": lambda model, batch: model(batch).mean()})

@@ -14,7 +14,7 @@ def test_demo_shows_what_it_promises(tmp_path):
     console = Console(record=True, width=120)
     answer = _demo.run(tmp_path / "out", tmp_path, 3, Steps(), console, num_layers=5, batch=6, num_large_layers=4)
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert [Path(one).name for one in answer.data["files"]] == [
+    assert [Path(file).name for file in answer.data["files"]] == [
         "summary.json",
         "memory.json",
         "trace.json",
@@ -52,5 +52,5 @@ def test_demo_shows_what_it_promises(tmp_path):
 
 
 def test_thinning_keeps_the_peak():
-    timeline = tuple((float(at), at % 7) for at in range(100))
+    timeline = tuple((float(second), second % 7) for second in range(100))
     assert max(held for _, held in _demo_child._thinned(timeline, 9)) == 6

@@ -91,7 +91,7 @@ def test_numbers_come_out_as_numbers():
     values = [1e-4, 1e5, -2500.0, 0.5, 7, 1000, 10, float("inf"), "no", True, None, "1", [1e-3, "a"], None]
     found = [value_of(text) for text in texts]
     assert found == values
-    assert [type(one) for one in found] == [type(one) for one in values]
+    assert [type(value) for value in found] == [type(value) for value in values]
 
 
 def test_a_grid_is_all_combinations_in_order(written):
@@ -192,7 +192,7 @@ def test_options_come_before_the_file(written):
     changed = fleet.overridden(budget="2MiB", disk=["/c"], host=None)
     assert (changed.budget, changed.devices[0].budget, changed.disk) == (2 * 2**20, None, {"/c": None})
     assert changed.run_dir == "runs/1"
-    assert [one.name for one in fleet.overridden(devices=["cpu", "cuda:1"]).devices] == ["cpu", "cuda:1"]
+    assert [device.name for device in fleet.overridden(devices=["cpu", "cuda:1"]).devices] == ["cpu", "cuda:1"]
     with pytest.raises(Misuse, match="--host: 'much' is not a size"):
         fleet.overridden(host="much")
 
@@ -278,13 +278,13 @@ def test_a_sweep_runs_and_goes_on(written, tmp_path):
     assert "--resume goes on with it" in said(again)
 
     report = json.loads(penstock("run", sweep, "--run-dir", run_dir, "--resume", "--json").stdout)
-    assert [one["state"] for one in report["jobs"]] == ["done", "done"]
-    assert [one["parameters"] for one in report["jobs"]] == [{"lr": 0.01}, {"lr": 0.1}]
-    assert all(one["num_steps"] == 3 and Path(one["checkpoint"]).is_dir() for one in report["jobs"])
+    assert [job["state"] for job in report["jobs"]] == ["done", "done"]
+    assert [job["parameters"] for job in report["jobs"]] == [{"lr": 0.01}, {"lr": 0.1}]
+    assert all(job["num_steps"] == 3 and Path(job["checkpoint"]).is_dir() for job in report["jobs"])
     assert report["devices"][0]["budget_bytes"] == 4 * 2**20
     (part,) = parts_of_folder(run_dir)
     assert part.section.headline.budget_bytes == 4 * 2**20
-    assert any("written to disk" in one.columns for one in part.section.tables)
+    assert any("written to disk" in table.columns for table in part.section.tables)
 
     shown = penstock("ps", run_dir)
     assert shown.exit_code == 0
@@ -304,7 +304,7 @@ def test_a_sweep_runs_and_goes_on(written, tmp_path):
     drawn = penstock("draw", run_dir, "--to", tmp_path / "pictures")
     assert drawn.exit_code == 0, drawn.output
     trace = json.loads((tmp_path / "pictures" / "units.trace.json").read_text())["traceEvents"]
-    units = [one for one in trace if one["ph"] == "X" and one["cat"] != "stall"]
+    units = [event for event in trace if event["ph"] == "X" and event["cat"] != "stall"]
     assert len(units) == len((run_dir / "units.jsonl").read_text().splitlines()) - 1
     assert all((tmp_path / "pictures" / name).stat().st_size > 5000 for name in ("units.png", "losses.png"))
     nothing = penstock("draw", tmp_path)
@@ -322,7 +322,7 @@ def test_a_job_that_fails_is_exit_code_1_and_the_others_go_on(written):
     result = penstock("run", written(text.replace("1e-2, ", "")), "--json")
     assert result.exit_code == 1
     report = json.loads(result.stdout)
-    assert [one["state"] for one in report["jobs"]] == ["failed", "done"]
+    assert [job["state"] for job in report["jobs"]] == ["failed", "done"]
     assert "the data are gone" in report["jobs"][0]["error"]
     assert report["run_dir"] is None and report["jobs"][1]["checkpoint"] is None
 
@@ -454,12 +454,12 @@ def test_commands_reach_a_fleet_that_runs(written, tmp_path, elsewhere):
     for name in ("line lr=0.1", "line lr=0.01", "clone"):
         works("stop", run_dir, name)
     fleet.thread.join(PATIENCE_S)
-    assert [one.state.value for one in fleet.found[0].results.values()] == ["stopped"] * 3
+    assert [result.state.value for result in fleet.found[0].results.values()] == ["stopped"] * 3
     assert not fleet.found[0].has_failed
 
     report = json.loads(penstock("run", file.document.path, "--run-dir", run_dir, "--resume", "--json").stdout)
-    assert {one["name"]: one["state"] for one in report["jobs"]}["clone"] == "stopped"
-    assert all(one["num_steps"] > 0 for one in report["jobs"])
+    assert {job["name"]: job["state"] for job in report["jobs"]}["clone"] == "stopped"
+    assert all(job["num_steps"] > 0 for job in report["jobs"])
 
 
 def running_state(run_dir):
@@ -531,11 +531,11 @@ def test_simulate_compares_schedulers(written, tmp_path):
 
     report = json.loads(penstock("simulate", path, "--json").stdout)
     assert set(report["schedulers"]) == set(get_args(SchedulerName))
-    for one in report["schedulers"].values():
-        assert one["makespan_s"] >= report["lower_bound_s"] > 0
-        assert 0 < one["busy_share"] <= 1
-        assert set(one["devices"]) == {"cuda:0", "cuda:1"}
-        assert set(one["job_end_s"]) == {"gpt 0", "gpt 1", "gpt 2", "small"}
+    for scheduler in report["schedulers"].values():
+        assert scheduler["makespan_s"] >= report["lower_bound_s"] > 0
+        assert 0 < scheduler["busy_share"] <= 1
+        assert set(scheduler["devices"]) == {"cuda:0", "cuda:1"}
+        assert set(scheduler["job_end_s"]) == {"gpt 0", "gpt 1", "gpt 2", "small"}
     assert report["model_parallel_s"] == pytest.approx(3 * 4 * 2 * 0.3 + 2 * 0.2)
 
 
@@ -561,10 +561,10 @@ def test_simulate_knows_its_schedulers(written):
     result = penstock("simulate", written(PROBLEM, "problem.yaml"), "--scheduler", "best")
     assert result.exit_code == 2
     assert "'sharded-lrtf'" in said(result)
-    assert [one.value for one in Scheduler] == list(get_args(SchedulerName))
+    assert [scheduler.value for scheduler in Scheduler] == list(get_args(SchedulerName))
 
 
 def test_the_example_runs():
     result = penstock("run", EXAMPLES / "sweep.yaml", "--json")
     assert result.exit_code == 0, result.output
-    assert [one["state"] for one in json.loads(result.stdout)["jobs"]] == ["done"] * 4
+    assert [job["state"] for job in json.loads(result.stdout)["jobs"]] == ["done"] * 4

@@ -9,6 +9,7 @@ from test_device_training import make_batch
 from torch import nn
 
 from penstock import offload, probe
+from penstock.offload._on_host import HostUpdates
 from penstock.offload._page import Narrow
 from penstock.storages import storage_id
 from penstock.testing import GPT
@@ -354,6 +355,22 @@ def test_a_cast_that_is_held_keeps_its_values_when_the_weight_changes(prompt_dev
         assert page.handle is None
         weight.zero_()
         assert torch.equal(held.cpu(), before)
+
+
+def test_a_cast_that_is_held_keeps_its_values_when_the_host_begins_to_update(
+    prompt_device, make_training, monkeypatch
+):
+    answers = iter([None, None])
+    monkeypatch.setattr(HostUpdates, "is_faster", lambda _: next(answers, True))
+    model, batch = make_model(prompt_device), make_batch(prompt_device)
+    own = make_training(model, torch.optim.AdamW(model.parameters(), lr=0.1), 2**20, update="auto")
+    for _ in range(4):
+        with own:
+            held = model.blocks[0].contract.weight.to(torch.bfloat16)
+            before = held.detach().cpu()
+            step(model, own.optimizer, batch)
+            assert torch.equal(held.detach().cpu(), before)
+    assert own.statistics().num_host_updates > 0
 
 
 class Products(nn.Module):

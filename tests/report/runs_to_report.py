@@ -17,19 +17,23 @@ JOBS = [("a", "done", None), (EVIL, "failed", f"it broke: {EVIL}")]
 def problem(num_layers=6, size_bytes=MIB):
     """A chain of operators, forward and backward, each of 1 ms."""
     operators, storages = [], []
-    for at in range(num_layers):
-        storages.append(Storage(name=f"{EVIL}{at}", size_bytes=size_bytes, producer=at))
+    for layer in range(num_layers):
+        storages.append(Storage(name=f"{EVIL}{layer}", size_bytes=size_bytes, producer=layer))
         operators.append(
             Operator(
-                name=f"f{at}", target="aten.mm.default", inputs=(at - 1,) if at else (), outputs=(at,), duration_s=1e-3
+                name=f"f{layer}",
+                target="aten.mm.default",
+                inputs=(layer - 1,) if layer else (),
+                outputs=(layer,),
+                duration_s=1e-3,
             )
         )
-    for at in reversed(range(num_layers)):
-        storages.append(Storage(name=f"g{at}", size_bytes=size_bytes, producer=len(operators)))
-        inputs = (at,) if at == num_layers - 1 else (at, len(storages) - 2)
+    for layer in reversed(range(num_layers)):
+        storages.append(Storage(name=f"g{layer}", size_bytes=size_bytes, producer=len(operators)))
+        inputs = (layer,) if layer == num_layers - 1 else (layer, len(storages) - 2)
         operators.append(
             Operator(
-                name=f"b{at}", target="aten.mm.default", inputs=inputs, outputs=(len(storages) - 1,), duration_s=1e-3
+                name=f"b{layer}", target="aten.mm.default", inputs=inputs, outputs=(len(storages) - 1,), duration_s=1e-3
             )
         )
     return RematProblem(
@@ -99,17 +103,17 @@ def write_run(folder, units=(), jobs=(), losses=None):
     (folder / "units.jsonl").write_text("\n".join(lines) + '\n{"job": "cut')
     for name, values in (losses or {}).items():
         (folder / "jobs" / name).mkdir(parents=True)
-        text = "".join(json.dumps({"step": at, "loss": one}) + "\n" for at, one in enumerate(values, start=1))
+        text = "".join(json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(values, start=1))
         (folder / "jobs" / name / "metrics.jsonl").write_text(text)
     state = FleetState(folder)
     state.create()
     state.write([
         JobRow(
-            name=name, place=at, state=kind, step=4, num_steps=8, epoch=0, loss=0.5,
+            name=name, place=number, state=kind, step=4, num_steps=8, epoch=0, loss=0.5,
             validation={"step": 4, "loss": 0.25}, device="cpu", seconds_per_step=0.5,
             error=error, tags={}, source=None, updated_s=0.0,
         )
-        for at, (name, kind, error) in enumerate(jobs)
+        for number, (name, kind, error) in enumerate(jobs)
     ])  # fmt: skip
     state.say_ended()
     return folder

@@ -62,9 +62,11 @@ def test_results(tmp_path):
 
 
 def test_a_fleet_of_many_units_and_jobs_makes_a_small_page(tmp_path):
-    units = [(f"job {at % 900}", at % 80, at * 1e-3, at * 1e-3 + 0.07, 0.001) for at in range(60_000)]
-    jobs = [(f"job {at}", "done", "y" * 100_000) for at in range(900)]
-    folder = write_run(tmp_path / "runs", units, jobs, {f"job {at}": [1.0] * 50 for at in range(900)})
+    units = [
+        (f"job {number % 900}", number % 80, number * 1e-3, number * 1e-3 + 0.07, 0.001) for number in range(60_000)
+    ]
+    jobs = [(f"job {number}", "done", "y" * 100_000) for number in range(900)]
+    folder = write_run(tmp_path / "runs", units, jobs, {f"job {number}": [1.0] * 50 for number in range(900)})
     path = report.write_html(tmp_path / "run.html", folder)[0]
     assert path.stat().st_size < 2_000_000
     page = Page(path)
@@ -74,7 +76,7 @@ def test_a_fleet_of_many_units_and_jobs_makes_a_small_page(tmp_path):
 
 
 def test_more_jobs_than_a_chart_has_groups(tmp_path):
-    units = [(f"job {at}", 0, at, at + 1.0, 0.0) for at in range(4500)]
+    units = [(f"job {number}", 0, number, number + 1.0, 0.0) for number in range(4500)]
     report.save(tmp_path / "kept", write_run(tmp_path / "runs", units))
     page = page_of(tmp_path, tmp_path / "kept")
     titles = [title.text for svg in page.svgs for title in svg.iter("title")]
@@ -86,7 +88,7 @@ def test_units_that_are_none_are_passed_over(tmp_path):
     folder = write_run(tmp_path / "runs", UNITS[:1])
     good = json.loads((folder / "units.jsonl").read_text().splitlines()[0])
     bad = [{**good, "end_s": float("nan")}, {**good, "start_s": "now"}, {"job": "a"}, [1, 2], None]
-    (folder / "units.jsonl").write_text("".join(json.dumps(one) + "\n" for one in [good, *bad]))
+    (folder / "units.jsonl").write_text("".join(json.dumps(unit) + "\n" for unit in [good, *bad]))
     assert page_of(tmp_path, folder).says("1 unit ran on 1 device within 1.0 s")
 
 

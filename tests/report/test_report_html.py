@@ -79,34 +79,34 @@ def test_training(tmp_path, disk):
             optimizer.step()
             optimizer.zero_grad()
     timeline = training.timeline()
-    held = [one.others_bytes + sum(one.held_bytes.values()) for one in timeline]
+    held = [sample.others_bytes + sum(sample.held_bytes.values()) for sample in timeline]
     page = page_of(tmp_path, training)
     report.save(tmp_path / "saved", training)
     last = training.statistics()
     training.close(discard=True)
     assert max(held) <= training.budget_bytes
-    assert {kind for one in timeline for kind, size in one.held_bytes.items() if size} == set(last.step_fetched)
+    assert {kind for sample in timeline for kind, size in sample.held_bytes.items() if size} == set(last.step_fetched)
     assert_stands_alone(page)
     for said in ("Bytes on the device during a step.", "and optimizer state", "budget", "in, bytes per parameter"):
         assert said in page.text
     assert format_bytes(last.step_fetched_bytes) in page.text
     assert last.wall_s > 0
-    assert any(one.endswith(("days", "years", "hours")) for one in page.table("What ran").column("SSD life"))
+    assert any(text.endswith(("days", "years", "hours")) for text in page.table("What ran").column("SSD life"))
     assert "Bytes on the device during a step." in page_of(tmp_path, tmp_path / "saved").text
 
 
 def test_planned(tmp_path):
-    one = planned()
-    page = page_of(tmp_path, one)
+    plan = planned()
+    page = page_of(tmp_path, plan)
     assert_stands_alone(page)
     storages = page.table("The largest storages")
-    assert storages.column("storage") == [one.problem.storages[at].name for at, _ in one.reasons()]
+    assert storages.column("storage") == [plan.problem.storages[index].name for index, _ in plan.reasons()]
     assert set(storages.column("decision")) == {"kept", "recomputed"}
     assert set(storages.column("bytes")) == {"1.0 MiB"}
     summary = page.table("What ran").line("remat, the plan")
-    assert summary[1:3] == [f"{format_bytes(one.plan.peak_bytes)} (plan)", "7.0 MiB"]
+    assert summary[1:3] == [f"{format_bytes(plan.plan.peak_bytes)} (plan)", "7.0 MiB"]
     keys = [title.text for svg in page.svgs for title in svg.iter("title")]
-    num_again = len(one.plan.slots) - len(one.problem.operators)
+    num_again = len(plan.plan.slots) - len(plan.problem.operators)
     assert num_again > 0
     assert f"recomputed: {num_again}" in keys
     assert "budget: 7.0 MiB" in page.source
@@ -172,9 +172,9 @@ def test_peak_and_what_moved_meanwhile(tmp_path):
 
 def test_peak_with_an_offloader_shows_its_copies(tmp_path, offloader):
     events = offloader.trace()
-    around = [(min(one.start_s for one in events) - 1, MIB), (max(one.end_s for one in events) + 1, 2 * MIB)]
+    around = [(min(event.start_s for event in events) - 1, MIB), (max(event.end_s for event in events) + 1, 2 * MIB)]
     page = page_of(tmp_path, peak_report(timeline=around), offloader)
-    num_parked = sum(one.kind == "park" for one in events)
+    num_parked = sum(event.kind == "park" for event in events)
     assert f"parked: {num_parked}" in page.values_of("title")
     outside = peak_report(timeline=[(1.0, MIB), (2.0, MIB)])
     assert not any(title.startswith("parked") for title in page_of(tmp_path, outside, offloader).values_of("title"))
@@ -182,11 +182,14 @@ def test_peak_with_an_offloader_shows_its_copies(tmp_path, offloader):
 
 def test_a_million_events_make_a_small_page(tmp_path):
     events = [
-        Event(lane="device->disk", kind="park", label=f"layer {at % 997}", size_bytes=2**20, start_s=at, end_s=at + 0.5)
-        for at in range(50_000)
+        Event(
+            lane="device->disk", kind="park", label=f"layer {at_s % 997}", size_bytes=2**20, start_s=at_s,
+            end_s=at_s + 0.5,
+        )
+        for at_s in range(50_000)
     ] + [
-        Event(lane="disk->device", kind="fetch", label="x" * 5000, size_bytes=1, start_s=at, end_s=at + 0.2)
-        for at in range(50_000)
+        Event(lane="disk->device", kind="fetch", label="x" * 5000, size_bytes=1, start_s=number, end_s=number + 0.2)
+        for number in range(50_000)
     ]  # fmt: skip
     events *= 10
     last = OffloadStatistics(num_steps=1, saved_bytes=1, parked_bytes=1, fetched_bytes=1, forwarded_bytes=0)
@@ -195,9 +198,11 @@ def test_a_million_events_make_a_small_page(tmp_path):
         stall_s=0.0, num_live_handles=0, num_failed_writes=0, in_flight_peak_bytes=0,
     )  # fmt: skip
     section = _of_offload.section_of(last, sums, events)
-    timeline = [(float(at), (at * 7919) % 1000 + (10_000 if at == 123_456 else 0)) for at in range(200_000)]
+    timeline = [
+        (float(number), (number * 7919) % 1000 + (10_000 if number == 123_456 else 0)) for number in range(200_000)
+    ]
     parts = [Part(section=section), _of_tiers.part_of_peak(peak_report(timeline=timeline))]
-    text = _page.page("Long", [one.section for one in parts], [None, None], rated_bytes=None, now=datetime.now())
+    text = _page.page("Long", [part.section for part in parts], [None, None], rated_bytes=None, now=datetime.now())
     assert len(text) < 600_000
     (curve,) = parts[1].section.charts[0].series
     assert max(curve.points, key=lambda point: point[1])[1] == 10_000 + (123_456 * 7919) % 1000  # the peak is there

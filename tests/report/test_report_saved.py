@@ -14,14 +14,14 @@ from penstock.errors import PenstockError
 def test_everything_at_once_now_and_later(tmp_path, offloader, run_dir):
     things = [offloader, planned(), run_dir, Account(), advice(), peak_report(), offloader]
     files = report.write_html(tmp_path / "now.html", *things)
-    assert [one.name for one in files] == [
+    assert [file.name for file in files] == [
         "now.html", "now.offload.trace.json", "now.fleet.trace.json", "now.offload-2.trace.json",
     ]  # fmt: skip
     assert report.save(tmp_path / "kept", *things) == tmp_path / "kept" / "report.json"
     again = report.write_html(tmp_path / "later.html", tmp_path / "kept")
-    assert [one.name.replace("later", "now") for one in again] == [one.name for one in files]
-    assert all(one.read_text() == two.read_text() for one, two in zip(files[1:], again[1:], strict=True))
-    pages = [one.read_text().replace("later.", "now.") for one in (files[0], again[0])]
+    assert [file.name.replace("later", "now") for file in again] == [file.name for file in files]
+    assert all(file.read_text() == two.read_text() for file, two in zip(files[1:], again[1:], strict=True))
+    pages = [file.read_text().replace("later.", "now.") for file in (files[0], again[0])]
     assert pages[0].partition("<main>")[2] == pages[1].partition("<main>")[2]
     assert_stands_alone(Page(files[0]))
 

@@ -86,24 +86,24 @@ def _subject_from(target: str, steps: Steps) -> Subject:
 def subject_of(target: str, made: object) -> Subject:
     """Check what a factory returned. Raises ``PenstockError``, which shows what it should return."""
     if isinstance(made, Mapping):
-        given = dict(made)
-        unknown, missing = [key for key in given if key not in _KEYS], [key for key in _KEYS[:2] if key not in given]
+        parts = dict(made)
+        unknown, missing = [key for key in parts if key not in _KEYS], [key for key in _KEYS[:2] if key not in parts]
         if unknown or missing:
             what = f"has no {missing[0]!r}" if missing else f"has {unknown[0]!r}, which nobody reads"
             raise PenstockError(f"the mapping that {target} returns {what}: {_RIGHT}")
     elif isinstance(made, tuple | list) and len(made) == 2:
-        given = {"model": made[0], "batch": made[1]}
+        parts = {"model": made[0], "batch": made[1]}
     else:
         raise PenstockError(f"{target} returns {shown_kind(made)}, not a model with a batch: {_RIGHT}")
-    if not isinstance(given["model"], nn.Module):
-        raise PenstockError(f"the model that {target} returns is {shown_kind(given['model'])}, no module: {_RIGHT}")
-    loss = given.get("loss")
+    if not isinstance(parts["model"], nn.Module):
+        raise PenstockError(f"the model that {target} returns is {shown_kind(parts['model'])}, no module: {_RIGHT}")
+    loss = parts.get("loss")
     if loss is not None and not callable(loss):
         raise PenstockError(
             f"the loss that {target} returns is {shown_kind(loss)}, and is to be a function: "
             "`'loss': lambda model, batch: model(batch).square().mean()`"
         )
-    return Subject(model=given["model"], batch=given["batch"], loss=loss, optimizer=given.get("optimizer"))
+    return Subject(model=parts["model"], batch=parts["batch"], loss=loss, optimizer=parts.get("optimizer"))
 
 
 def _show(text: str, console: Console) -> None:

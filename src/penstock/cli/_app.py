@@ -199,8 +199,8 @@ def bench(
     """
     from penstock.cli import _bench
 
-    given = {"num_layers": layers, "width": width, "length": length, "batch": batch, "rounds": rounds}
-    sizes = {key: value for key, value in given.items() if value is not None}
+    options = {"num_layers": layers, "width": width, "length": length, "batch": batch, "rounds": rounds}
+    sizes = {key: value for key, value in options.items() if value is not None}
     if is_list:
         return _bench.listed()
     return _bench.answer(names or ["step"], quick, device.value, disk, out, sizes, steps)

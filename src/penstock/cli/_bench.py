@@ -24,18 +24,18 @@ _NUM_LAST_LINES = 3
 
 def listed() -> Answer:
     """Answer `penstock bench --list`."""
-    found = benchmarks()
+    rows = benchmarks()
 
     def show(console: Console) -> None:
         table = Table("benchmark", "what it measures")
-        for benchmark in found:
+        for benchmark in rows:
             table.add_row(benchmark.name, benchmark.what)
         print_table(table, console)
-        if len(found) == 1:
+        if len(rows) == 1:
             console.print(_where_are_others(), highlight=False)
 
     return Answer(
-        data={"benchmarks": [{"name": benchmark.name, "what": benchmark.what} for benchmark in found]}, show=show
+        data={"benchmarks": [{"name": benchmark.name, "what": benchmark.what} for benchmark in rows]}, show=show
     )
 
 
@@ -102,8 +102,8 @@ def _from_tree(benchmark: Benchmark, tree: Path, quick: bool, device: str, disk:
         if process.returncode or not file.exists():
             last = " ".join(text.strip().splitlines()[-_NUM_LAST_LINES:])
             raise PenstockError(f"{' '.join(command[1:])} ended with {process.returncode}: {last}")
-        found: dict[str, Any] = json.loads(file.read_text())
-        return found
+        document: dict[str, Any] = json.loads(file.read_text())
+        return document
 
 
 def _show(documents: Mapping[str, Mapping[str, Any]], out: Path | None, console: Console) -> None:

@@ -25,14 +25,14 @@ class Benchmark:
 def benchmarks() -> list[Benchmark]:
     """Return the benchmarks that can run here."""
     what = "a GPT's step, plain, checkpointed, offloaded and planned, in turn: time, peak, equality of losses"
-    found = [Benchmark(name=STEP, what=what, tree=None)]
+    result = [Benchmark(name=STEP, what=what, tree=None)]
     tree = source_tree()
     for file in [] if tree is None else sorted((tree / "benchmarks").glob("*.py")):
         text = file.read_text()
         if _TAKES_OPTIONS.search(text) is not None:
             said = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0]
-            found.append(Benchmark(name=file.stem, what=" ".join(said.split()), tree=tree))
-    return found
+            result.append(Benchmark(name=file.stem, what=" ".join(said.split()), tree=tree))
+    return result
 
 
 def source_tree() -> Path | None:

@@ -53,24 +53,24 @@ def measure(quick: bool, device: str, disk: Path, given: Mapping[str, int], step
 
 def show(document: Mapping[str, Any], console: Console) -> None:
     """Print the table."""
-    found = {(row["name"], row["metric"]): row for row in document["rows"]}
+    by_name = {(row["name"], row["metric"]): row for row in document["rows"]}
     table = Table("method", "step time", "95% interval", "activation peak", "moved out", "losses equal")
     for name in METHODS:
-        step, low, high = (found[name, metric]["value"] for metric in ("step time ratio", _LOW, _HIGH))
-        peak, moved = found[name, "activation peak"], found.get((name, "moved out a step"))
+        step, low, high = (by_name[name, metric]["value"] for metric in ("step time ratio", _LOW, _HIGH))
+        peak, moved = by_name[name, "activation peak"], by_name.get((name, "moved out a step"))
         table.add_row(
             name,
             f"{step:.2f}",
             "" if name == PLAIN else f"{low:.2f} to {high:.2f}",
             f"{format_bytes(peak['value'])}, {peak['ratio']:.0%}",
             "" if moved is None else format_bytes(moved["value"]),
-            "" if name == PLAIN else f"{found[name, _EQUAL]['value']} of {document['configuration']['rounds']}",
+            "" if name == PLAIN else f"{by_name[name, _EQUAL]['value']} of {document['configuration']['rounds']}",
         )
     print_table(table, console)
-    given = document["configuration"]
+    sizes = document["configuration"]
     console.print(
-        f"{given['num_layers']} layers of width {given['width']}, {given['batch']} x {given['length']} tokens on "
-        f"{given['device']}. Steps are medians of ratios to plain's over {given['rounds']} rounds in turn. A "
+        f"{sizes['num_layers']} layers of width {sizes['width']}, {sizes['batch']} x {sizes['length']} tokens on "
+        f"{sizes['device']}. Steps are medians of ratios to plain's over {sizes['rounds']} rounds in turn. A "
         "checkpoint per block sets the bytes that the planned step may take; offload moves what it can hide.",
         highlight=False,
     )

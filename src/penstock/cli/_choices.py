@@ -50,7 +50,7 @@ def job_names(ctx: typer.Context, incomplete: str) -> list[str]:
     run_dir = ctx.params.get("run_dir")
     if run_dir is None:
         return []
-    found = sorted(folder.name for folder in (Path(run_dir) / "jobs").glob("*") if folder.is_dir())
-    fits = [name for name in found if name.startswith(incomplete)]
+    names = sorted(folder.name for folder in (Path(run_dir) / "jobs").glob("*") if folder.is_dir())
+    fits = [name for name in names if name.startswith(incomplete)]
     is_bash = os.environ.get("_PENSTOCK_COMPLETE") == "complete_bash"
     return [_SPECIAL.sub(r"\\\g<0>", name) for name in fits] if is_bash else fits  # bash inserts the text as it is

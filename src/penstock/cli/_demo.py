@@ -154,10 +154,10 @@ def _train_in_turn(plain: Child, capped: dict[str, Child], num_steps: int, outco
 
 def _report(outcome: _Outcome, out: Path, disk: Path, console: Console) -> Answer:
     picture, summary = out / "memory.png", out / "summary.json"
-    found = _summary(outcome, disk)
+    results = _summary(outcome, disk)
     timelines = {"plain, no cap": outcome.plain["timeline"]}
     timelines |= {label: outcome.methods[name].peak["timeline"] for name, label in _CAPPED.items()}
-    summary.write_text(as_json(found))
+    summary.write_text(as_json(results))
     memory = out / "memory.json"
     memory.write_text(json.dumps(timelines))
     files = [summary, memory, out / "trace.json"]
@@ -195,7 +195,7 @@ def _report(outcome: _Outcome, out: Path, disk: Path, console: Console) -> Answe
         console.print(f"  {path}", highlight=False, markup=False, soft_wrap=True)
     if any(outcome.largest_loss_difference(name) for name in ("offload", "remat")):
         raise InternalError(f"the losses differ from plain training's; add {summary} to the report")
-    return Answer(data={**found, "files": [str(path) for path in files]}, show=_was_told)
+    return Answer(data={**results, "files": [str(path) for path in files]}, show=_was_told)
 
 
 def _was_told(_: Console) -> None:

@@ -51,7 +51,7 @@ def run(disk: Path, num_steps: int, steps: Steps, console: Console, num_layers: 
         plainly, ours = _in_turn(plain, trained, num_steps, steps)
     pairs = list(zip(plainly, ours, strict=True))
     differences = [abs(float.fromhex(plain["loss"]) - float.fromhex(own["loss"])) for plain, own in pairs]
-    found = {
+    results = {
         "state_bytes": state_bytes,
         "cap_bytes": cap_bytes,
         "budget_bytes": int(_BUDGET_SHARE * cap_bytes),
@@ -63,13 +63,13 @@ def run(disk: Path, num_steps: int, steps: Steps, console: Console, num_layers: 
     }
     moved = sum(sum(ours[-1]["training"][name].values()) for name in ("step_fetched", "step_parked"))
     console.print(
-        f"[bold]Penstock: training[/] under the cap: [green]trains[/], {found['step_time_ratio']:.2f} of the plain "
-        f"step's time, {format_bytes(moved)} moved a step, loss off by {found['largest_loss_difference']:g}.\n",
+        f"[bold]Penstock: training[/] under the cap: [green]trains[/], {results['step_time_ratio']:.2f} of the plain "
+        f"step's time, {format_bytes(moved)} moved a step, loss off by {results['largest_loss_difference']:g}.\n",
         highlight=False,
     )
-    if found["largest_loss_difference"]:
+    if results["largest_loss_difference"]:
         raise InternalError("the losses of the model that is too large differ from plain training's")
-    return found
+    return results
 
 
 def _in_turn(

@@ -57,17 +57,19 @@ class Document:
 
     def error(self, keys: Sequence[str | int], message: str) -> ValueError:
         """Return an error that says what is wrong at ``keys``, with file and line."""
-        line, found = self._find(keys)
-        return ValueError(", ".join(filter(None, (str(self.path), f"line {line}", _dotted(found)))) + f": {message}")
+        line, known_keys = self._find(keys)
+        return ValueError(
+            ", ".join(filter(None, (str(self.path), f"line {line}", _dotted(known_keys)))) + f": {message}"
+        )
 
     def check(self, model: type[_Model]) -> _Model:
         """Return the data as ``model``. Raises ``ValueError`` with a line per fault."""
         if not isinstance(self.data, dict):
-            given = "the file is empty" if self.data is None else f"got a {type(self.data).__name__}"
+            what = "the file is empty" if self.data is None else f"got a {type(self.data).__name__}"
             keys = (
                 f"{name}{' (required)' if field.is_required() else ''}" for name, field in model.model_fields.items()
             )
-            raise ValueError(f"{self.path} must hold keys with values, {given}; the keys are {', '.join(keys)}")
+            raise ValueError(f"{self.path} must hold keys with values, {what}; the keys are {', '.join(keys)}")
         try:
             return model.model_validate(self.data)
         except ValidationError as error:
@@ -82,7 +84,7 @@ class Document:
 
     def _find(self, keys: Sequence[str | int]) -> tuple[int, list[str | int]]:
         """Return the line, from 1, and those of ``keys`` that are in the file; pydantic adds marks that are not."""
-        node, line, found = self.node, 1, []
+        node, line, known_keys = self.node, 1, []
         for key in keys:
             if isinstance(node, yaml.MappingNode):
                 pairs = [(name, value) for name, value in node.value if name.value == key]
@@ -94,8 +96,8 @@ class Document:
                 line = node.start_mark.line + 1
             else:
                 continue
-            found.append(key)
-        return line, found
+            known_keys.append(key)
+        return line, known_keys
 
 
 def _joined(pair: re.Match[str]) -> str:
@@ -138,17 +140,17 @@ def message_of(fault: ErrorDetails, model: type[BaseModel]) -> str:
         return f"there is no such key; there are {', '.join(known)}"
     message = fault["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
-    given = fault["input"]
-    is_told = fault["type"] == "value_error" or isinstance(given, dict | list)
-    return message if is_told else f"{message}, not {given!r}"
+    value = fault["input"]
+    is_told = fault["type"] == "value_error" or isinstance(value, dict | list)
+    return message if is_told else f"{message}, not {value!r}"
 
 
-def to_bytes(given: object) -> object:
+def to_bytes(value: object) -> object:
     """Convert ``"200MiB"``, ``4e8`` or a whole number to bytes, for pydantic."""
-    if isinstance(given, float) and given.is_integer():
-        given = int(given)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     try:
-        return parse_bytes(given)  # type: ignore[arg-type]  # it checks
+        return parse_bytes(value)  # type: ignore[arg-type]  # it checks
     except TypeError as error:
         raise ValueError(str(error)) from None
 
@@ -167,14 +169,14 @@ def _value(node: yaml.Node, left: list[int], above: tuple[yaml.Node, ...] = ()) 
     above = (*above, node)
     if isinstance(node, yaml.SequenceNode):
         return [_value(item, left, above) for item in node.value]
-    found: dict[Any, Any] = {}
+    mapping: dict[Any, Any] = {}
     for name, value in node.value:
         key = _value(name, left) if isinstance(name, yaml.ScalarNode) else None
-        if not isinstance(key, str) or key in found:
+        if not isinstance(key, str) or key in mapping:
             why = f"{key} stands there twice" if isinstance(key, str) else "a key is text"
             raise yaml.MarkedYAMLError(problem=why, problem_mark=name.start_mark)
-        found[key] = _value(value, left, above)
-    return found
+        mapping[key] = _value(value, left, above)
+    return mapping
 
 
 def _scalar(node: yaml.ScalarNode) -> Any:  # None, bool, int, float or str
@@ -205,4 +207,5 @@ def _model_at(model: type[BaseModel], keys: Sequence[str | int]) -> type[BaseMod
 def _model_in(annotation: object) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for argument in get_args(annotation) if (found := _model_in(argument)) is not None), None)
+    models = (_model_in(argument) for argument in get_args(annotation))
+    return next((model for model in models if model is not None), None)

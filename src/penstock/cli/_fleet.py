@@ -215,13 +215,13 @@ def ask(
 
 def changes_of(pairs: list[str]) -> Parameters:
     """Return ``["lr=1e-3"]`` as ``{"lr": 0.001}``. Raises `Misuse` for a text that is not a pair."""
-    found: Parameters = {}
+    changes: Parameters = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals or not name:
             raise Misuse(f"--set {pair}: give a parameter and its value, as in --set lr=1e-3")
-        found[name] = value_of(text)
-    return found
+        changes[name] = value_of(text)
+    return changes
 
 
 def _show_jobs(is_running: bool, rows: list[JobRow], console: Console) -> None:
@@ -237,21 +237,21 @@ def _others(state: FleetState, jobs: list[tuple[Job, JobSource]], maker: JobMake
     Raises ``ValueError`` for a job that the sweep has with other parameters.
     """
     ours = {job.name: source for job, source in jobs}
-    found = []
+    others = []
     for row in state.jobs():
         known = row.source["parameters"] if row.source is not None else {}
         if row.name in ours:
-            given = json.loads(json.dumps(dict(ours[row.name].parameters)))
-            if row.source is not None and given != known:
+            parameters = json.loads(json.dumps(dict(ours[row.name].parameters)))
+            if row.source is not None and parameters != known:
                 raise ValueError(
-                    f"job {row.name!r} was begun with {known} and is now to have {given}; undo that, or give another "
-                    "--run-dir"
+                    f"job {row.name!r} was begun with {known} and is now to have {parameters}; undo that, or give "
+                    "another --run-dir"
                 )
         elif row.source is not None and row.source["path"] == maker.path:
-            found.append((maker(**known).with_changes(name=row.name), maker.source(known)))
+            others.append((maker(**known).with_changes(name=row.name), maker.source(known)))
         else:
             warnings.warn(f"job {row.name!r} was not made by {maker.path} and is left as it is", PenstockWarning, 2)
-    return found
+    return others
 
 
 def _state(run_dir: Path) -> FleetState:

@@ -54,10 +54,10 @@ def run(
         say_renamed("--host-budget", "--host")
         host = host_budget if host is None else host
     names = None if devices is None else [name.strip() for name in devices.split(",")]
-    given = {
+    options = {
         "devices": names, "budget": budget, "host": host, "disk": disk or None, "run_dir": run_dir,
     }  # fmt: skip
-    return _fleet.run(sweep, given, resume, steps)
+    return _fleet.run(sweep, options, resume, steps)
 
 
 @command(fleet_app)

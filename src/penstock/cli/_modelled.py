@@ -85,10 +85,10 @@ def _fits(name: str, peak_bytes: int, ratio: float, budget: int) -> ModelledOpti
 
 def _planned(name: str, problem: remat.RematProblem, budget: int, method: remat.Method) -> ModelledOption:
     try:
-        made = remat.plan(problem, budget, method=method)
+        plan = remat.plan(problem, budget, method=method)
     except BudgetError as error:
         return ModelledOption(name=name, peak_bytes=None, ratio=None, reason=str(error).partition(".")[0])
-    return _fits(name, made.peak_bytes, 1 + made.extra_s / max(made.step_s, 1e-12), budget)
+    return _fits(name, plan.peak_bytes, 1 + plan.extra_s / max(plan.step_s, 1e-12), budget)
 
 
 def _offloaded(
@@ -112,19 +112,19 @@ def _offloaded(
     keep_all_bytes = offload.plan(problem).keep_all_peak_bytes
     beside_bytes = max(0, plain.peak_bytes - keep_all_bytes)
     try:
-        made = offload.plan(replace(problem, base_bytes=(beside_bytes,) * problem.num_events, budget_bytes=budget))
+        plan = offload.plan(replace(problem, base_bytes=(beside_bytes,) * problem.num_events, budget_bytes=budget))
     except BudgetError as error:
         return ModelledOption(name=name, peak_bytes=None, ratio=None, reason=str(error).partition(".")[0])
-    return _fits(name, made.peak_bytes, 1 + made.stall_s / max(problem.step_s, 1e-12), budget)
+    return _fits(name, plan.peak_bytes, 1 + plan.stall_s / max(problem.step_s, 1e-12), budget)
 
 
 def _called(model: torch.nn.Module, batch: Any) -> Any:
     """Return the loss of a model without a user's loss function, as `penstock.advise` does."""
     if isinstance(batch, dict):
-        made = model(**batch)
+        output = model(**batch)
     else:
-        made = model(*batch) if isinstance(batch, tuple | list) else model(batch)
-    return made if isinstance(made, torch.Tensor) else made.loss
+        output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    return output if isinstance(output, torch.Tensor) else output.loss
 
 
 def _show(console: Console, options: list[ModelledOption], step_s: float, budget: int, machine: Machine) -> None:

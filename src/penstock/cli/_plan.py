@@ -47,20 +47,20 @@ class PlanTable:
 
 def answer(target: str, budgets: list[int], options: Mapping[str, Any], out: Path | None, steps: Steps) -> Answer:
     """Run `penstock plan`, with options of `remat.optimize`. The exit code is 3 if a budget cannot be met."""
-    found = make(target, budgets, options, steps)
+    plans = make(target, budgets, options, steps)
     files = []
     if out is not None:
         steps.phase(f"drawing into {out}")
-        files = write(found, out)
+        files = write(plans, out)
 
     def shown(console: Console) -> None:
-        show(found, console)
+        show(plans, console)
         for file in files:
             console.print(f"  {file}", highlight=False, markup=False, soft_wrap=True)
 
-    is_refused = any(budget < found.smallest_bytes for budget in budgets)
+    is_refused = any(budget < plans.smallest_bytes for budget in budgets)
     return Answer(
-        data={**as_data(found), "files": [str(file) for file in files]},
+        data={**as_data(plans), "files": [str(file) for file in files]},
         show=shown,
         exit_code=ExitCode.NO_BUDGET if is_refused else ExitCode.GOOD,
     )
@@ -206,13 +206,18 @@ def _points(plans: Sequence[remat.RematPlan | None]) -> list[tuple[int, float]]:
 
 def _step_of(target: str, factory: Callable[..., Any], **parameters: int) -> tuple[Any, Sequence[Any], Any]:
     """Return what the factory makes. Raises ``PenstockError`` unless it is a step with its inputs."""
-    made = called(target, factory, **parameters)
-    if isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0]) and isinstance(made[1], list | tuple):
-        optimizer = made[2] if len(made) == 3 else None
+    result = called(target, factory, **parameters)
+    if (
+        isinstance(result, tuple)
+        and len(result) in (2, 3)
+        and callable(result[0])
+        and isinstance(result[1], list | tuple)
+    ):
+        optimizer = result[2] if len(result) == 3 else None
         if optimizer is None or isinstance(optimizer, optim.Optimizer):
-            return made[0], made[1], optimizer
+            return result[0], result[1], optimizer
     raise PenstockError(
-        f"{target} returns {shown_kind(made)}, not (step, example_inputs): `return model, [tokens, targets]`, or "
+        f"{target} returns {shown_kind(result)}, not (step, example_inputs): `return model, [tokens, targets]`, or "
         "`return (lambda x: model(x).square().mean()), [x], optimizer`"
     )
 

@@ -177,11 +177,11 @@ class Comparison:
 
 def answer(path: Path, scheduler: fleet.SchedulerName, picture: Path | None, steps: Steps) -> Answer:
     """Run `penstock fleet simulate`; ``picture`` shows the schedule of ``scheduler``."""
-    found = compare(path, None if picture is None else scheduler, steps)
+    comparison = compare(path, None if picture is None else scheduler, steps)
     if picture is not None:
         steps.phase(f"drawing {picture}")
-        found.draw(picture, scheduler)
-    return Answer(data=found.as_data(), show=lambda console: show(found, console))
+        comparison.draw(picture, scheduler)
+    return Answer(data=comparison.as_data(), show=lambda console: show(comparison, console))
 
 
 def compare(path: Path, recorded: fleet.SchedulerName | None, steps: Steps) -> Comparison:

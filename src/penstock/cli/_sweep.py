@@ -99,9 +99,9 @@ class FleetSettings(Strict):
 
     def options(self) -> dict[str, Any]:
         """Return the keyword arguments for `penstock.fleet.Fleet`."""
-        given = {key: getattr(self, key) for key in type(self).model_fields if key != "devices"}
+        settings = {key: getattr(self, key) for key in type(self).model_fields if key != "devices"}
         devices = None if self.devices is None else [Device(**device.model_dump()) for device in self.devices]
-        return {"devices": devices, **given}
+        return {"devices": devices, **settings}
 
     def overridden(self, **given: str | list[str] | None) -> "FleetSettings":
         """Return the settings with the options of the command line. Raises `Misuse`, which names the wrong option."""
@@ -201,13 +201,13 @@ class RandomSweep(Sweep):
 
     def points(self) -> list[Parameters]:
         """Draw parameters for up to ``num_jobs`` different jobs."""
-        source, found = random.Random(self.seed), dict[str, Parameters]()
+        source, points = random.Random(self.seed), dict[str, Parameters]()
         for _ in range(self.num_jobs * _TRIES):
             point = {name: distribution.draw(source) for name, distribution in self.parameters.items()}
-            found.setdefault(json.dumps(point), point)
-            if len(found) == self.num_jobs:
+            points.setdefault(json.dumps(point), point)
+            if len(points) == self.num_jobs:
                 break
-        return list(found.values())
+        return list(points.values())
 
 
 class ListSweep(Sweep):

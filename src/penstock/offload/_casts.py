@@ -169,12 +169,12 @@ class Casts:
             wide = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=tensor.device)
             name = f"gradient of {self.name(parameter)}"
             self._pages.begin(wide.untyped_storage(), PageKind.GRADIENT, name)
-            made = self._pages.find(id_or_zero(wide))
-            if made is None:
+            gradient = self._pages.find(id_or_zero(wide))
+            if gradient is None:
                 return None
             page.call(f"{name} in {str(tensor.dtype).removeprefix('torch.')}", PageKind.GRADIENT)
-            page.wide, made.narrow = made, Narrow(tensor.detach(), page, dtype)
-            self._pages.let_leave(made)
+            page.wide, gradient.narrow = gradient, Narrow(tensor.detach(), page, dtype)
+            self._pages.let_leave(gradient)
         return wide
 
     def _may_add(self, parameter: torch.Tensor) -> bool:

@@ -54,7 +54,7 @@ def save(
         own, states, numbers = _split(optimizer, model)
         extras: dict[str, torch.Tensor] = {}
         groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-        found = {
+        content = {
             "format": FORMAT,
             "optimizer": type(optimizer).__name__,
             "parameters": _shapes(optimizer),
@@ -71,7 +71,7 @@ def save(
             _write_parts(draft, _WEIGHTS, weights, part_bytes)
             _write_parts(draft, _OPTIMIZER, {**own, **states}, part_bytes)
             _write_parts(draft, _EXTRA, extras, part_bytes)
-            (draft / _STATE).write_text(json.dumps(found))
+            (draft / _STATE).write_text(json.dumps(content))
     except (OSError, SafetensorError) as error:
         raise unwritable(
             f"no checkpoint could be written to {path}", error, "what was there before is untouched"
@@ -131,10 +131,10 @@ def _shapes(optimizer: torch.optim.Optimizer) -> list[list[list[int]]]:
 
 def _devices(states: Mapping[str, torch.Tensor], numbers: Mapping[str, Any], device: torch.device) -> dict[str, str]:
     """Return the devices of states that are not at the usual place: tensors on ``device``, all else in main memory."""
-    found = {key: str(state.device) for key, state in states.items() if state.device != device}
+    elsewhere = {key: str(state.device) for key, state in states.items() if state.device != device}
     for key, value in numbers.items():
-        found |= {key: str(leaf.device) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)}  # noqa: B035
-    return found
+        elsewhere |= {key: str(leaf.device) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)}  # noqa: B035
+    return elsewhere
 
 
 def _keep(kept: dict[str, torch.Tensor], tensor: torch.Tensor) -> str | None:
@@ -181,7 +181,7 @@ def save_weights(path: Path, model: nn.Module, names: Collection[str] | None, pa
 def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and persistent buffers by their names in ``state_dict``; a shared tensor appears once."""
     extra = nn.Module.get_extra_state
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     known: set[int] = set()
     for prefix, module in model.named_modules():
         if type(module).get_extra_state is not extra:
@@ -199,8 +199,8 @@ def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
                     f"{full} is a {type(tensor).__name__}, which cannot be saved in parts. Save the whole model: "
                     "with training.whole(): torch.save(model.state_dict(), path)"
                 )
-            found[full] = tensor
-    return found
+            tensors[full] = tensor
+    return tensors
 
 
 def _write_parts(folder: Path, stem: str, tensors: Mapping[str, torch.Tensor], part_bytes: int) -> None:

@@ -312,15 +312,15 @@ class Learner:
             self._make_plan(lesson, replace(lesson.problem, budget_bytes=smaller))
 
     def _make_plan(self, lesson: _Lesson, problem: OffloadProblem) -> None:
-        made = plan(problem)
+        new_plan = plan(problem)
         lesson.room_bytes = self._settings.account.step_room_bytes(self._settings.footprint) or 0
         if self._settings.verify:
-            verify(problem, made)
-        if made.declined:
-            lesson.declined = made.declined
-            made = keep_all(problem, "kept: offloading is declined")
+            verify(problem, new_plan)
+        if new_plan.declined:
+            lesson.declined = new_plan.declined
+            new_plan = keep_all(problem, "kept: offloading is declined")
             self.warn(lesson.declined)
-        lesson.problem, lesson.plan = problem, made
+        lesson.problem, lesson.plan = problem, new_plan
 
     def _follow_up(self, lesson: _Lesson, cycle: Cycle, statistics: OffloadStatistics, waterfall: Waterfall) -> None:
         assert lesson.plan is not None and lesson.problem is not None
@@ -383,7 +383,7 @@ class Learner:
     def _statistics(
         self, cycle: Cycle, after: TierStatistics, num_steps: int, peak_bytes: int | None
     ) -> OffloadStatistics:
-        before, made = cycle.statistics_before, self._lesson.plan if cycle.matched_plan() else None
+        before, followed = cycle.statistics_before, self._lesson.plan if cycle.matched_plan() else None
         return OffloadStatistics(
             num_steps=num_steps,
             saved_bytes=cycle.saved_bytes,
@@ -396,10 +396,10 @@ class Learner:
             step_s=cycle.end_s - cycle.start_s,
             written_to_disk_bytes=after.written_to_disk_bytes - before.written_to_disk_bytes,
             peak_bytes=peak_bytes,
-            predicted_peak_bytes=made.peak_bytes if made else None,
-            predicted_stall_s=made.stall_s if made else None,
-            is_planned=made is not None,
-            peak_parts=dict(made.peak_parts) if made else {},
+            predicted_peak_bytes=followed.peak_bytes if followed else None,
+            predicted_stall_s=followed.stall_s if followed else None,
+            is_planned=followed is not None,
+            peak_parts=dict(followed.peak_parts) if followed else {},
         )
 
 

@@ -89,16 +89,16 @@ name.
 
 
 def _tensors(model: nn.Module) -> Iterator[_Tensor]:
-    found: dict[int, _Tensor] = {}
+    by_identity: dict[int, _Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is None:
                 continue
-            names, _, owners = found.setdefault(id(tensor), ([], tensor, []))
+            names, _, owners = by_identity.setdefault(id(tensor), ([], tensor, []))
             owners.append((module, name))
             if name not in module._non_persistent_buffers_set:
                 names.append(f"{prefix}.{name}" if prefix else name)
-    yield from found.values()
+    yield from by_identity.values()
 
 
 def _files(path: Path) -> list[Path]:
@@ -116,10 +116,10 @@ def _files(path: Path) -> list[Path]:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index} is not an index of safetensors files: {error}") from error
     whole = path / "model.safetensors"
-    found = [whole] if whole.is_file() else sorted(path.glob("*.safetensors"))
-    if not found:
+    files = [whole] if whole.is_file() else sorted(path.glob("*.safetensors"))
+    if not files:
         raise FileNotFoundError(f"there is no .safetensors file in {path}: {_CALL}")
-    return found
+    return files
 
 
 def _hint(model: nn.Module) -> str:
@@ -154,13 +154,13 @@ def _place(
     if id(tensor) not in placed:
         is_expanded = any(size > 1 and not step for size, step in zip(tensor.size(), tensor.stride(), strict=True))
         order = torch.empty(tensor.shape, device="meta").stride() if is_expanded else tensor.stride()
-        made = torch.empty_strided(tensor.size(), order, dtype=tensor.dtype, device=device)
+        result = torch.empty_strided(tensor.size(), order, dtype=tensor.dtype, device=device)
         if isinstance(tensor, nn.Parameter):
-            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-        made.__dict__.update(tensor.__dict__)
-        placed[id(tensor)] = made
+            result = nn.Parameter(result, requires_grad=tensor.requires_grad)
+        result.__dict__.update(tensor.__dict__)
+        placed[id(tensor)] = result
         for module, name in owners:
-            (module._parameters if name in module._parameters else module._buffers)[name] = made  # type: ignore[assignment]
+            (module._parameters if name in module._parameters else module._buffers)[name] = result  # type: ignore[assignment]
     return placed[id(tensor)]
 
 

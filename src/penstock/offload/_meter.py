@@ -68,23 +68,23 @@ class OthersMeter:
         return self._by_place(_between(report.timeline, report.start_bytes, self._ready, self._until[1:]))
 
     def _by_place(self, sizes: list[int]) -> list[int]:
-        found, before = list[int](), 0
+        by_place, before = list[int](), 0
         for size_bytes, is_noted in zip(sizes, self._is_noted, strict=True):
             if is_noted:
-                found.append(max(before, size_bytes, 0))
+                by_place.append(max(before, size_bytes, 0))
                 before = 0
-            elif found:
-                found[-1] = max(found[-1], size_bytes)
+            elif by_place:
+                by_place[-1] = max(by_place[-1], size_bytes)
             else:
                 before = max(before, size_bytes)
-        return found
+        return by_place
 
 
 def _between(
     timeline: Sequence[tuple[float, int]], start_bytes: int, ready: Sequence[tuple[float, int]], until: Sequence[float]
 ) -> list[int]:
     """Return the most that a timeline had in each span, minus the bytes of pages."""
-    found, place, total = [], 0, start_bytes
+    most_beside, place, total = [], 0, start_bytes
     for (from_s, held), to_s in zip(ready, until, strict=True):
         while place < len(timeline) and timeline[place][0] <= from_s:
             total = timeline[place][1]
@@ -94,5 +94,5 @@ def _between(
             total = timeline[place][1]
             most = max(most, total)
             place += 1
-        found.append(max(0, most - held))
-    return found
+        most_beside.append(max(0, most - held))
+    return most_beside

@@ -105,9 +105,9 @@ class _Attention(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is torch.nn.functional.scaled_dot_product_attention:
-            given = _SIGNATURE.bind(*args, **kwargs)
-            given.apply_defaults()
-            query, key, value, mask, dropout, is_causal, *_ = given.arguments.values()
+            bound = _SIGNATURE.bind(*args, **kwargs)
+            bound.apply_defaults()
+            query, key, value, mask, dropout, is_causal, *_ = bound.arguments.values()
             if mask is None and query.shape[1:2] == key.shape[1:2] == value.shape[1:2] and query.dim() == 4:
                 return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout, is_causal)[0]
         return function(*args, **kwargs)
@@ -122,10 +122,10 @@ class _OperatorClock(TorchDispatchMode):
         self._machine = machine
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
         if not function.is_view and function.overloadpacket not in _FREE:
-            self.now_s += operator_s(self._machine, function, args, kwargs or {}, made)
-        return made
+            self.now_s += operator_s(self._machine, function, args, kwargs or {}, result)
+        return result
 
 
 def operator_s(machine: Machine, function: Any, args: Any, kwargs: Any, made: Any) -> float:

@@ -51,10 +51,10 @@ class Norms:
         self._is_taking = True
         try:
             with torch.no_grad():
-                found = func([gradient] if func is _OF_LISTS else gradient, *rest, **dict(options))
+                norms = func([gradient] if func is _OF_LISTS else gradient, *rest, **dict(options))
         finally:
             self._is_taking = False
-        page.norm = self._expected, page.num_writes, found[0] if func is _OF_LISTS else found
+        page.norm = self._expected, page.num_writes, norms[0] if func is _OF_LISTS else norms
 
     def given(
         self,
@@ -85,10 +85,10 @@ class Norms:
 
     def _known(self, page: Page) -> torch.Tensor | None:
         """Return the norm of a page, once only, since the caller may write to it."""
-        found, page.norm = page.norm, None
-        if found is None:
+        kept, page.norm = page.norm, None
+        if kept is None:
             return None
-        call, num_writes, norm = found
+        call, num_writes, norm = kept
         return norm if call == self._asked and num_writes == page.num_writes else None
 
     def _page_of(self, gradient: torch.Tensor) -> Page | None:

@@ -65,6 +65,7 @@ class HostUpdates:
             return False
         if any(page.handle is not None and not page.handle.is_in_memory for page in pages):
             return False  # part of it is on a disk, so letting the rest leave would gain nothing
+        self.pages.keep_what_is_made_of(weight)
         for page in (*pages, gradient):
             self.pages.let_leave(page)
         if not all(page.handle is not None and page.handle.is_in_memory for page in pages):

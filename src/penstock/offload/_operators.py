@@ -107,8 +107,8 @@ def new_storages(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
     ]
     if not large:
         return ()
-    given = {id_or_zero(tensor) for value in (*args, *kwargs.values()) for tensor in _tensors(value)}
-    return [tensor for tensor in large if id_or_zero(tensor) not in given]
+    read = {id_or_zero(tensor) for value in (*args, *kwargs.values()) for tensor in _tensors(value)}
+    return [tensor for tensor in large if id_or_zero(tensor) not in read]
 
 
 def touches(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], find: Find) -> Touched:

@@ -93,11 +93,11 @@ class StepOrder:
         Returns infinity if another page begins with its key before that. ``is_new``: the present page is the one that
         begins at ``position``.
         """
-        found = self._use_from(key, position, position + is_new)
-        if found is None:
-            found = (self.then or self)._use_from(key, 0, 0)
-            return math.inf if found is None else len(self.needs) + found
-        return found
+        place = self._use_from(key, position, position + is_new)
+        if place is None:
+            place = (self.then or self)._use_from(key, 0, 0)
+            return math.inf if place is None else len(self.needs) + place
+        return place
 
     def next_uses(self, position: int) -> tuple[float, ...]:
         """Return for each page of the operator at ``position`` its `next_use` after it."""

@@ -130,7 +130,7 @@ class Pages:
         copies, course = self.copies, self.course
         for page in written:
             if page.wide is not None or page.cast is not None:
-                self._keep_what_is_made_of(page)
+                self.keep_what_is_made_of(page)
         if self.before_need is not None:
             self.before_need()
         if self._streams is not None:
@@ -254,8 +254,8 @@ class Pages:
             streams.wait(current, streams.record(self._stream, is_timed=False))
         self._stream = current
 
-    def _keep_what_is_made_of(self, part: Page) -> None:
-        """Give the page that is made from ``part`` bytes of its own, since ``part`` is about to change."""
+    def keep_what_is_made_of(self, part: Page) -> None:
+        """Give the pages that are made from ``part`` bytes of their own, since ``part`` is about to change."""
         for page in (part.wide, part.cast):
             if page is None or page.narrow is None or page.is_dead:
                 continue

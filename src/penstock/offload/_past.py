@@ -130,9 +130,9 @@ def _replace_method(kind: type, name: str, prepare: Callable[[Pages, Page], None
     @functools.wraps(method)
     def prepared(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         watching = _watcher()
-        found = None if watching is None else watching.find(id_or_zero(self))
-        if found is not None:
-            pages, page = found
+        place = None if watching is None else watching.find(id_or_zero(self))
+        if place is not None:
+            pages, page = place
             if sys._getframe(1).f_globals.get("__name__") == _TAKES_ALL and page not in pages.register.pinned:
                 raise ValueError(
                     f"safetensors takes {page.label} and all other tensors of a file at once, which may exceed the "

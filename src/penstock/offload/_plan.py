@@ -116,15 +116,15 @@ def plan(problem: OffloadProblem) -> OffloadPlan:
     Without a budget, plans are made with the problem's bound on bytes in flight, with 0.7 of it, and so on. The one
     with the lowest peak is returned.
     """
-    made = _plan(problem)
+    best = _plan(problem)
     if problem.budget_bytes is None:
         largest_bytes = max((problem.storages[index].size_bytes for index in _movable(problem)), default=0)
         bound_bytes = int(_SMALLER * problem.max_in_flight_bytes)
-        while bound_bytes >= max(largest_bytes, _LEAST_IN_FLIGHT_BYTES) and _is_bound(problem, made):
+        while bound_bytes >= max(largest_bytes, _LEAST_IN_FLIGHT_BYTES) and _is_bound(problem, best):
             other = _plan(replace(problem, max_in_flight_bytes=bound_bytes))
-            made = min(made, other, key=lambda plan: (bool(plan.declined), plan.peak_bytes, plan.stall_s))
+            best = min(best, other, key=lambda plan: (bool(plan.declined), plan.peak_bytes, plan.stall_s))
             bound_bytes = int(_SMALLER * bound_bytes)
-    return made
+    return best
 
 
 def _is_bound(problem: OffloadProblem, made: OffloadPlan) -> bool:

@@ -58,8 +58,8 @@ class Ranks:
         A page that is not needed again gets some time to be freed, unless ``is_urgent``. ``now`` is the number of
         operators so far.
         """
-        put_back, found = [], None
-        while self._heap and found is None:
+        put_back, victim = [], None
+        while self._heap and victim is None:
             entry = heapq.heappop(self._heap)
             rank, _, page = entry
             if rank != page.rank or not page.held_bytes() or copies.is_leaving(page):
@@ -75,7 +75,7 @@ class Ranks:
             elif stays(page) or (rank == -math.inf and page.last_use + _DYING_NEEDS > now and not is_urgent):
                 put_back.append(entry)
             else:
-                found = page
+                victim = page
         for entry in put_back:
             heapq.heappush(self._heap, entry)
-        return found
+        return victim

@@ -118,14 +118,14 @@ class TrainingStatistics:
     def figures(self) -> dict[str, float]:
         """Return numbers for a log: bytes per parameter in and out in the last step, seconds of stalls, the peak."""
         parameters = max(1, self.num_parameters)
-        found = {
+        figures = {
             "in_bytes_per_parameter": self.step_fetched_bytes / parameters,
             "out_bytes_per_parameter": self.step_parked_bytes / parameters,
             "total_stall_s": self.stall_s,
         }
         if self.measured_peak_bytes is not None:
-            found["peak_gib"] = self.measured_peak_bytes / 2**30
-        return found
+            figures["peak_gib"] = self.measured_peak_bytes / 2**30
+        return figures
 
     def __str__(self) -> str:
         def per_parameter(moved: Mapping[str, int]) -> str:

@@ -110,13 +110,13 @@ class PageWatch(TorchDispatchMode):
         if effect_of(func).is_alias:
             return func(*args, **kwargs)
         if func is CAST:
-            found = self.casts.given(args, kwargs)
-            if found is not None:
-                return found
+            shortcut = self.casts.given(args, kwargs)
+            if shortcut is not None:
+                return shortcut
         if func is ADD and self.casts.updates_on_host:
-            found = self.casts.added(args, kwargs)
-            if found is not None:
-                return found
+            shortcut = self.casts.added(args, kwargs)
+            if shortcut is not None:
+                return shortcut
         num_changes = pages.register.num_changes
         touched = touches(func, args, kwargs, pages.find)
         is_ready = is_here = True
@@ -184,8 +184,8 @@ class PageWatch(TorchDispatchMode):
         pages = self.pages
         if pages is None:
             return run(inputs)
-        given = [tensor for tensor in inputs if isinstance(tensor, torch.Tensor)]
-        known = dict.fromkeys(map(id_or_zero, given))
+        tensors_in = [tensor for tensor in inputs if isinstance(tensor, torch.Tensor)]
+        known = dict.fromkeys(map(id_or_zero, tensors_in))
         do_pending(page for page in map(pages.find, known) if page is not None)
         with pages.lock:
             read = [page for page in map(pages.find, known) if page is not None]

@@ -57,8 +57,8 @@ def draw_fleet(run_dir: str | Path, folder: str | Path | None = None, *, last_s:
 def read_units(run_dir: Path) -> list[UnitLine]:
     """Return all units that ran, in the order in which they were recorded."""
     lines = ({"recompute_s": 0.0, **line} for line in _lines(run_dir / "units.jsonl"))
-    found = [line for line in lines if _is_unit(line)]
-    return [UnitLine(**{name: line[name] for name in UnitLine._fields}) for line in found]
+    whole_lines = [line for line in lines if _is_unit(line)]
+    return [UnitLine(**{name: line[name] for name in UnitLine._fields}) for line in whole_lines]
 
 
 def read_losses(run_dir: Path) -> dict[str, list[float]]:
@@ -97,9 +97,9 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:  # any: JSON
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             with suppress(ValueError, RecursionError):
-                found = json.loads(line)
-                if isinstance(found, dict):
-                    yield found
+                row = json.loads(line)
+                if isinstance(row, dict):
+                    yield row
 
 
 def _is_unit(line: dict[str, Any]) -> bool:  # any: JSON

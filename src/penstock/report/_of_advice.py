@@ -13,8 +13,10 @@ def part_of_advice(advice: Any) -> Part:  # any: an advisor.Advice, or what has 
     """Return the part for an advice: the options, and the code of each that works."""
     options, best = list(advice.options), _best_of(advice)
     works = [option for option in options if not option.is_refused]
-    found = f"the best is {clipped(best.name)}" if best is not None else "none of them is recommended"
-    text = f"{len(works)} of {len(options)} options work; {found}." if works else "No option works; the table says why."
+    verdict = f"the best is {clipped(best.name)}" if best is not None else "none of them is recommended"
+    text = (
+        f"{len(works)} of {len(options)} options work; {verdict}." if works else "No option works; the table says why."
+    )
     section = Section(
         kind="advice",
         title="Which room fits",

@@ -131,8 +131,8 @@ def _steps(problem: remat.RematProblem, plan: remat.RematPlan) -> tuple[tuple[fl
 def _pareto(planned: remat.Planned, what: str, asked: _Asked) -> Curves:
     problem, plan = planned.problem, planned.plan
     budgets = [*(int(share * plan.keep_all_peak_bytes) for share in _SHARES), *asked.budgets_bytes]
-    found = [point for point in remat.pareto(problem, budgets, method=asked.method) if point is not None]
-    points = sorted({(point.peak_bytes, point.extra_s / max(point.step_s, 1e-12)) for point in found})
+    plans = [point for point in remat.pareto(problem, budgets, method=asked.method) if point is not None]
+    points = sorted({(point.peak_bytes, point.extra_s / max(point.step_s, 1e-12)) for point in plans})
     points.append((plan.keep_all_peak_bytes, 0.0))
     chosen = ((float(plan.peak_bytes), plan.extra_s / max(plan.step_s, 1e-12)),)
     return Curves(

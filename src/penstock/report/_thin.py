@@ -100,9 +100,9 @@ def _covered(edges: _Floats, begins: _Floats, ends: _Floats, weights: _Floats) -
         order = np.argsort(starts)
         weight = np.append(0.0, np.cumsum(weights[order]))
         moment = np.append(0.0, np.cumsum(weights[order] * (starts[order] - edges[0])))
-        at = np.searchsorted(starts[order], edges)
-        found: _Floats = weight[at] * (edges - edges[0]) - moment[at]
-        return found
+        places = np.searchsorted(starts[order], edges)
+        ramp: _Floats = weight[places] * (edges - edges[0]) - moment[places]
+        return ramp
 
     return ramps(begins) - ramps(ends)
 
