@@ -357,9 +357,7 @@ def test_a_cast_that_is_held_keeps_its_values_when_the_weight_changes(prompt_dev
         assert torch.equal(held.cpu(), before)
 
 
-def test_a_cast_that_is_held_keeps_its_values_when_the_host_begins_to_update(
-    prompt_device, make_training, monkeypatch
-):
+def test_a_cast_that_is_held_keeps_its_values_when_the_host_begins_to_update(prompt_device, make_training, monkeypatch):
     answers = iter([None, None])
     monkeypatch.setattr(HostUpdates, "is_faster", lambda _: next(answers, True))
     model, batch = make_model(prompt_device), make_batch(prompt_device)

@@ -1,5 +1,8 @@
 """Calls of an accelerator's interface, in their order, on one that only takes notes."""
 
+import threading
+import types
+
 import pytest
 import torch
 from notes import DEVICE, Notes
@@ -65,3 +68,18 @@ def test_a_threads_workspaces_are_taken_before_they_are_measured(notes, monkeypa
     assert notes.calls == [("finish", "current")]
     devices.backend_of("cpu").warm_up()
     assert len(multiplied) == 3
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_the_default_stream_is_known_where_pytorch_does_not_name_it(monkeypatch, is_named):
+    """Every thread begins with it, and the stream is chosen per thread."""
+    streams = threading.local()
+    numbered = types.SimpleNamespace
+    monkeypatch.setattr(torch._C, "_accelerator_getStream", lambda _: getattr(streams, "chosen", numbered(stream_id=7)))
+    module = numbered(default_stream=lambda _: numbered(stream_id=7)) if is_named else numbered()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    backend = Accelerator(DEVICE)
+    assert backend.is_on_default_stream()
+    streams.chosen = numbered(stream_id=8)
+    assert not backend.is_on_default_stream()
+    assert not Accelerator(DEVICE).is_on_default_stream()
