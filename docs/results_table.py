@@ -177,8 +177,8 @@ ENTRIES = {
         ),
     ),
     "gpu-overlap": Entry(
-        shows="On H100s: 1.2 and 2.4 billion parameters within a quarter of their state, before and after copies in, "
-        "copies out and computation ran at the same time",
+        shows="On H100s: 1.2 and 2.4 billion parameters within a quarter of their state, before and after copies in and "
+        "out ran at the same time",
         command="gpu --phase 6",
         figures=(
             Figure(label="width 4096: {} of the time before", name="2.4B.*after, four.*", metric="step time"),
@@ -565,13 +565,14 @@ def _real_table(rows: list[dict[str, Any]]) -> str:
     for name, of in ways.items():
         if name.split(": ")[0] != group:
             group = name.split(": ")[0]
-            head = ["what trains", "budget", "peak", "step", "processor time", "in, out a step", "losses equal"]
+            head = ["method", "budget", "peak", "step, x plain", "processor time, x plain"]
+            head += ["copied in", "copied out", "losses equal"]
             lines += ["", f"| {group}: {' | '.join(head)} |", f"|{'---|' * len(head)}"]
         cells = [name.split(": ", 1)[1], _mib(of.get("budget"))]
         if "failed" in of:
             needed = re.search(r"at least (\d+)", of["failed"]["peer"])
             reason = f"needs at least {int(needed[1]) / 2**20:,.0f} MiB" if needed else "error"
-            lines.append(f"| {' | '.join([*cells, reason, '', '', '', ''])} |")
+            lines.append(f"| {' | '.join([*cells, reason, '', '', '', '', ''])} |")
             continue
         cells.append(_mib(of["peak"]))
         for metric in ("step", "processor time"):
@@ -580,7 +581,7 @@ def _real_table(rows: list[dict[str, Any]]) -> str:
             cells.append(
                 "1" if ratio is None else f"{ratio:.2f}" + (f" [{low:.2f}, {high:.2f}]" if low != high else "")
             )
-        cells.append(", ".join(_mib(of[way]) for way in ("in", "out") if way in of))
+        cells += [_mib(of.get(way)) for way in ("in", "out")]
         cells.append("yes" if of["losses equal to plain's"]["value"] else "**no**")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines).strip()

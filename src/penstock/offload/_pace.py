@@ -14,7 +14,7 @@ class Pace:
     A copy in comes after all work that the device had been given when it was queued, because that work may use the same
     memory. And the room of a page that leaves is only noticed once its copy is complete. So a host that is many
     operators ahead queues each copy long after it could begin, and finds room only by making the device wait for
-    copies out: then the device copies in, copies out and computes in turn, never at the same time.
+    copies out: then copies in, copies out and computation mostly take turns.
     """
 
     def __init__(self, streams: Streams | None):
