@@ -144,8 +144,10 @@ MODELS = {
         budget="3GiB",
     ),
 }
-_NUM_FEWER = (1, 2)
+_NUM_FEWER = (2, 6)
 """Numbers of layers of the plain models from which the computation of ``llama-1b`` is extrapolated."""
+_FEWEST_STEPS = 9
+"""Timed steps of each of these. They are short, and the difference of the two is multiplied."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -238,8 +240,9 @@ def alone(given: argparse.Namespace, name: str) -> list[common.Row]:
     row = partial(common.Row, name=name)
     rows = [row(metric="budget", value=budget, unit="B")]
     fewer: dict[int, float] = {}
+    longer = argparse.Namespace(**{**vars(given), "steps": max(given.steps, 1 if given.quick else _FEWEST_STEPS)})
     for number in _NUM_FEWER:
-        answer = _trained(given, name, "alone", Way(method="plain", num_layers=number), None)
+        answer = _trained(longer, name, "alone", Way(method="plain", num_layers=number), None)
         fewer[number] = median(answer["seconds"])
     (few, few_s), (more, more_s) = fewer.items()
     with torch.device("meta"):

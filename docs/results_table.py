@@ -291,7 +291,7 @@ ENTRIES = {
         ),
     ),
     "cpu-real-gpt2": _real(
-        "--model gpt2 --rounds 1 --steps 1",
+        "--model gpt2 --rounds 3",
         "GPT-2 124M from its configuration: activations beside a checkpoint per block, and training within a budget",
         Figure(
             label="peak of checkpoint: {} of plain training's",
@@ -300,18 +300,18 @@ ENTRIES = {
         *_real_training("0.5"),
     ),
     "cpu-real-llama": _real(
-        "--model llama --rounds 1 --steps 1",
+        "--model llama --rounds 2",
         "A Llama of 201 million parameters from its configuration, within a budget",
         *_real_training("0.5"),
     ),
     "cpu-real-vit": _real(
-        "--model vit --rounds 1 --steps 1",
+        "--model vit --rounds 2",
         "ViT-B/16 from its configuration: activations beside a checkpoint per block, and training within a budget",
         *_real_training("0.5"),
     ),
     "cpu-real-llama-1b": Entry(
         shows="A Llama of 1.1 billion parameters within 3 GiB, with its state on a disk",
-        command="real_models --model llama-1b --steps 1",
+        command="real_models --model llama-1b --rounds 1 --steps 1",
         figures=(
             Figure(
                 label="step {} of the computation alone, extrapolated",
