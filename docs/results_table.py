@@ -177,8 +177,8 @@ ENTRIES = {
         ),
     ),
     "gpu-overlap": Entry(
-        shows="On H100s: 1.2 and 2.4 billion parameters within a quarter of their state, before and after copies in and "
-        "out ran at the same time",
+        shows="On H100s: 1.2 and 2.4 billion parameters within a quarter of their state, before and after copies in "
+        "and out ran at the same time",
         command="gpu --phase 6",
         figures=(
             Figure(label="width 4096: {} of the time before", name="2.4B.*after, four.*", metric="step time"),

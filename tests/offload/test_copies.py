@@ -1,5 +1,6 @@
 """Copies of pages: what becomes of a page that is dropped while it leaves."""
 
+import pytest
 import torch
 
 from penstock.offload._copies import Copies
@@ -34,12 +35,19 @@ class Waterfall:
             handle.device_storage = None
 
 
-def test_the_memory_of_a_page_that_died_while_it_left_is_asked_for_until_it_is_free():
+@pytest.fixture
+def scene():
+    """A page with its tensor on the device, and what copies it."""
     register, waterfall = Register(), Waterfall()
     copies = Copies(waterfall, register)
     tensor = torch.zeros(64)
     page = register.add(tensor.untyped_storage(), PageKind.OTHER, "a", 0)
     copies.arrived(page)
+    return copies, waterfall, page, tensor
+
+
+def test_the_memory_of_a_page_that_died_while_it_left_is_asked_for_until_it_is_free(scene):
+    copies, waterfall, page, _ = scene
     copies.leave(page)
     copies.free_dead()
     assert waterfall.num_reaped == 0
@@ -55,12 +63,8 @@ def test_the_memory_of_a_page_that_died_while_it_left_is_asked_for_until_it_is_f
     assert waterfall.num_reaped == 2
 
 
-def test_a_page_that_is_dropped_at_rest_holds_nothing():
-    register, waterfall = Register(), Waterfall()
-    copies = Copies(waterfall, register)
-    tensor = torch.zeros(64)
-    page = register.add(tensor.untyped_storage(), PageKind.OTHER, "a", 0)
-    copies.arrived(page)
+def test_a_page_that_is_dropped_at_rest_holds_nothing(scene):
+    copies, waterfall, page, _ = scene
     copies.drop(page)
     copies.free_dead()
     assert waterfall.num_reaped == 0
