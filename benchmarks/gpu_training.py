@@ -90,13 +90,20 @@ def _parts(case: _Case, context: Context, plain: _Run, update: Literal["device",
         busy_s = _busy(lambda: _trained(case, context, model, optimizer, lambda: training, num_warm=0), context)
     finally:
         training.close(discard=True)
+    name = f"{num_parameters / 1e9:.2g}B parameters, width {case.width}, updates on the {update}"
+    return _over_plain(
+        name, run, plain, ", ".join(f"{kind} {1e3 * taken_s:.0f} ms" for kind, taken_s in busy_s.items())
+    )
+
+
+def _over_plain(name: str, run: _Run, plain: _Run, note: str) -> Found:
     return Found(
-        name=f"{num_parameters / 1e9:.2g}B parameters, width {case.width}, updates on the {update}",
+        name=name,
         ours=1e3 * run.step_s,
         unit="ms a step",
         peer="over plain",
         peer_value=run.step_s / plain.step_s,
-        note=", ".join(f"{name} {1e3 * taken_s:.0f} ms" for name, taken_s in busy_s.items()),
+        note=note,
     )
 
 
@@ -162,15 +169,9 @@ def _compared(case: _Case, context: Context, chosen: Sequence[tuple[float, dict[
             _clear()
         pairs = list(zip(result.losses, plain.losses, strict=True))
         apart = max(abs(ours - two) / abs(two) for ours, two in pairs)
-        yield Found(
-            name=f"{name}: {way}",
-            ours=1e3 * result.step_s,
-            unit="ms a step",
-            peer="over plain",
-            peer_value=result.step_s / plain.step_s,
-            note=f"peak {result.peak_bytes / GIB:.2f} GiB{result.said}; losses "
-            + ("equal to the bit" if not apart else f"within {apart:.1e}"),
-        )
+        note = f"peak {result.peak_bytes / GIB:.2f} GiB{result.said}; losses "
+        note += "equal to the bit" if not apart else f"within {apart:.1e}"
+        yield _over_plain(f"{name}: {way}", result, plain, note)
 
 
 def _plain(case: _Case, context: Context) -> _Run:

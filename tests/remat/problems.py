@@ -4,7 +4,12 @@ import random
 
 from hypothesis import strategies as st
 
-from penstock.remat import Operator, RematProblem, Storage
+from penstock.remat import Operator, RematProblem, Storage, plan
+
+
+def keep_all_bytes(problem):
+    """The peak of a step that keeps everything."""
+    return plan(problem, 2**62).keep_all_peak_bytes
 
 
 def random_problem(seed, num_forward=None):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from problems import chain, problems, random_problem
+from problems import chain, keep_all_bytes, problems, random_problem
 
 from penstock.errors import BudgetError, InternalError
 from penstock.remat import Decision, RematProblem, _space, pareto, plan, smallest_budget_bytes, verify
@@ -20,10 +20,6 @@ many = settings(deadline=None, max_examples=100, database=None)
 @pytest.fixture(autouse=True)
 def _small_storages_may_swap(monkeypatch):
     monkeypatch.setattr(_space, "MIN_SWAP_BYTES", 0)
-
-
-def keep_all_bytes(problem):
-    return plan(problem, 2**62).keep_all_peak_bytes
 
 
 @given(problems, st.sampled_from(["hybrid", "recompute", "swap"]), st.floats(0.3, 1.0))

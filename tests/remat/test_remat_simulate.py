@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import chain, random_problem
+from problems import chain, keep_all_bytes, random_problem
 
 from penstock.remat import _simulate, _space, plan
 from penstock.remat._simulate import FlatProblem, simulate, simulate_slowly
@@ -17,10 +17,6 @@ many = settings(deadline=None, max_examples=100, database=None)
 @pytest.fixture(autouse=True)
 def _small_storages_may_swap(monkeypatch):
     monkeypatch.setattr(_space, "MIN_SWAP_BYTES", 0)
-
-
-def keep_all_bytes(problem):
-    return plan(problem, 2**62).keep_all_peak_bytes
 
 
 @given(st.integers(0, 2**32), st.integers(0, 70))

@@ -144,11 +144,6 @@ class Page:
         return is_gone(self._weak)
 
     @property
-    def is_ready(self) -> bool:
-        """Whether its bytes are on the device, and no update or scaling is due."""
-        return self.is_here and self.pending is None and self.scaling is None
-
-    @property
     def is_at_hand(self) -> bool:
         """Whether its bytes, or the tensors it is the sum of, are on the device."""
         return self.is_here or (self.narrow is not None and self.narrow.is_here())

@@ -147,12 +147,9 @@ class Pages:
             self.on_poll()
         copies.free_dead()
         limit = course.limit(position)
-        if missing or made_bytes:
-            if course.order is not None and course.order.others_bytes:
-                made_bytes = 0  # it is part of what was measured
-            self._space.make(made_bytes + sum(page.size_bytes - page.held_bytes() for page in missing), pages, limit)
-        elif copies.held_bytes > limit:
-            self._space.make(0, pages, limit)
+        if course.order is not None and course.order.others_bytes:
+            made_bytes = 0  # it is part of what was measured
+        self._space.make(made_bytes + sum([page.size_bytes - page.held_bytes() for page in missing]), pages, limit)
         # A copy in waits for what the device has been given so far. So the next ones are queued before the device is
         # told to wait for those of this operator, unless these have not begun yet.
         is_early = is_noted and all(page.is_coming for page in missing)
@@ -161,13 +158,7 @@ class Pages:
         if is_early:
             self._space.look_ahead(pages, position, limit)
         for page in missing:
-            is_read = not (is_overwritten and page in written)
-            if page.narrow is not None and is_read:
-                self._space.add_up(page, set(pages), limit)
-                continue
-            copies.fill(page, is_read=is_read)
-            if not is_read:  # at once, since the page now holds nothing valid
-                copies.written(page)
+            self._fill(page, pages, limit, is_read=not (is_overwritten and page in written))
         for page in written:
             copies.written(page)
         if not is_noted:
@@ -181,6 +172,14 @@ class Pages:
             copies.sweep()
             copies.free_dead()
             self.after_need(is_noted)
+
+    def _fill(self, page: Page, stays: Sequence[Page], limit: int, *, is_read: bool) -> None:
+        if page.narrow is not None and is_read:
+            self._space.add_up(page, stays, limit)
+            return
+        self.copies.fill(page, is_read=is_read)
+        if not is_read:  # at once, since the page now holds nothing valid
+            self.copies.written(page)
 
     @contextlib.contextmanager
     def quietly(self, pages: Sequence[Page], written: Collection[Page], *, are_plain: bool) -> Iterator[None]:

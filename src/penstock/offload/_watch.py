@@ -23,7 +23,7 @@ _PART_BYTES = 8 * 2**20
 _COMMUNICATION = ("c10d", "_c10d_functional", "c10d_functional")
 _TRACING = tuple(torch._C._TorchDispatchModeKey.__members__.values())  # type: ignore[attr-defined]
 """Modes of tracing and compiling, which come after all others."""
-_is_plain = torch._C._disabled_torch_dispatch_impl
+_COMES_HERE = torch._C._disabled_torch_dispatch_impl
 """The ``__torch_dispatch__`` of classes whose operators come here."""
 _SCALING = (torch.ops.aten._foreach_mul_.Tensor, torch.ops.aten._foreach_mul_.Scalar)
 """The operators by which clipping scales gradients. They would fetch all gradients only to let them leave again."""
@@ -103,7 +103,7 @@ class PageWatch(TorchDispatchMode):
             return func(*args, **kwargs)
         if pages.is_moving:
             return func(*args, **kwargs)
-        if types and any(kind.__torch_dispatch__ is not _is_plain for kind in types):
+        if types and any(kind.__torch_dispatch__ is not _COMES_HERE for kind in types):
             if any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING):
                 return func(*args, **kwargs)  # compiling: its own mode comes next
             return NotImplemented  # a wrapper tensor; the operators on its parts come here

@@ -58,6 +58,7 @@ class EventLog:
         self._events: deque[Event] = deque(maxlen=capacity)
         self._num_recorded = 0
 
+    @checked("log.add(lane='out', kind='copy', label='a', size_bytes=4096, start_s=0.0)")
     def add(
         self, *, lane: str, kind: str, label: str, size_bytes: int, start_s: float, end_s: float | None = None
     ) -> Event:
