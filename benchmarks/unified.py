@@ -4,8 +4,10 @@
 - disk: random rows of a file with cold cache: O_DIRECT where we read; for those that read through the page cache
   its pages are dropped before each turn. Beside it `numpy.memmap` as it is and with MADV_RANDOM, slices of
   safetensors, and a C program that reads as many blocks of the same size at the same depth and does nothing with them
-  (pread_probe.c: the limit). A second table with warm cache.
-- depth: rows of 8 KiB a second, and processor time a row, by open requests.
+  (pread_probe.c: the limit).
+- cache: random rows of a file of which a share is in the page cache, beside `numpy.load(mmap_mode="r")`, and beside the
+  same reads past the cache. The share is made anew before each read, since maps change it.
+- depth: rows of 8 KiB a second, and processor time a row, by open requests, through io_uring and with threads.
 - epochs: examples/tiered_graphsage.py under host budgets, beside all rows in memory; planned and measured hit rates.
 - link (CUDA): rows read in place beside the CPU's gather with a pinned copy, a table on the device (the upper limit)
   and the bandwidth of a plain copy (the link's limit).
@@ -14,12 +16,14 @@ Run it with ``python -m benchmarks.unified --disk /nvme --json unified.json``.
 """
 
 import argparse
+import contextlib
 import ctypes
 import importlib.util
 import mmap
 import os
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from types import ModuleType
@@ -51,10 +55,11 @@ def rows_like(access: str, num_rows: int, count: int, generator: torch.Generator
 
 
 def turns(calls: dict[str, Callable[[], Any]], rounds: int, device: str = "cpu") -> dict[str, list[float]]:
-    """Return the seconds of each call in every round; the calls alternate."""
+    """Return the seconds of each call in every round; which comes first changes, since it warms the others' rows."""
     results: dict[str, list[float]] = {name: [] for name in calls}
+    order = random.Random(0)
     for number in range(rounds + 1):
-        for name, call in calls.items():
+        for name, call in order.sample(list(calls.items()), len(calls)):
             synchronize(device)
             start_s = time.perf_counter()
             call()
@@ -119,8 +124,8 @@ def _disk_of(settings: argparse.Namespace, rows: list[Row], row_bytes: int, comp
     np.save(paths["npy"], features.numpy())
     save_file({"x": features}, paths["safetensors"])
     generator, count = torch.Generator().manual_seed(1), settings.disk_rows
-    ours = unified.TieredFeatures(paths["rows"], host=_least(num_rows))
-    in_place = unified.TieredFeatures(paths["npy"], host=_least(num_rows))
+    ours = unified.TieredFeatures(paths["rows"], host=_least(num_rows), in_flight=0)
+    in_place = unified.TieredFeatures(paths["npy"], host=_least(num_rows), in_flight=0)
     depth, block = 64, max(512, row_bytes)
     state: dict[str, torch.Tensor] = {}
 
@@ -154,27 +159,86 @@ def _disk_of(settings: argparse.Namespace, rows: list[Row], row_bytes: int, comp
         "numpy.memmap": ("few", lambda: mapped(None)),
         "safetensors slices": ("few", slices),
     }
-    for warm in (False, True):
-        rates: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(settings.rounds):
-            for name, (key, call) in calls.items():
-                state["index"] = torch.randint(num_rows, (count,), generator=generator)
-                state["few"] = state["index"][: settings.few_rows]
-                if warm:
-                    call()
-                else:
-                    drop(paths["npy"])
-                    drop(paths["safetensors"])
-                start_s = time.perf_counter()
-                call()
-                rates[name].append(len(state[key]) / (time.perf_counter() - start_s))
-                if "probe" not in name:
-                    assert torch.equal(state["found"], features[state[key]])
-        _report(rows, f"{row_bytes} B, {'warm' if warm else 'cold'} cache", rates, ours, in_place)
+    rates: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(settings.rounds):
+        for name, (key, call) in calls.items():
+            state["index"] = torch.randint(num_rows, (count,), generator=generator)
+            state["few"] = state["index"][: settings.few_rows]
+            for path in paths.values():
+                drop(path)
+            start_s = time.perf_counter()
+            call()
+            rates[name].append(len(state[key]) / (time.perf_counter() - start_s))
+            if "probe" not in name:
+                assert torch.equal(state["found"], features[state[key]])
+    _report(rows, f"{row_bytes} B, cold cache", rates, ours, in_place)
     for path in paths.values():
         path.unlink()
     for table in (ours, in_place):
         table.close()
+
+
+def cache(settings: argparse.Namespace, rows: list[Row]) -> None:
+    """Measure reads of a file that is in the page cache, whole, in part or not at all."""
+    num_rows, width = settings.file_bytes // 1024 * 2 // 5, 256  # 800 MiB of 2 GiB
+    path, generator, table = settings.disk / "benchmark-cache.npy", torch.Generator().manual_seed(3), []
+    features = torch.empty(num_rows, width).normal_()
+    np.save(path, features.numpy())
+    for share in (1.0, 0.9, 0.5, 0.0):
+        for count in (2_000, 10_000, 50_000):
+            seconds: dict[str, list[float]] = {"penstock": [], "past the cache": [], "numpy's map": []}
+            for number in range(settings.rounds + 1):
+                for name, taken in seconds.items():
+                    index = torch.randint(num_rows, (count,), generator=generator)
+                    _cache_share(path, share)
+                    with _reader(path, name, num_rows) as read:
+                        start_s = time.perf_counter()
+                        result = read(index)
+                        if number:
+                            taken.append(time.perf_counter() - start_s)
+                    assert torch.equal(result, features[index])
+            row = f"{share:.0%} cached, {count:,} rows"
+            for name, taken in seconds.items():
+                ratio, low, high = paired_ratio(seconds["penstock"], taken)
+                rate = count / median(taken)
+                table.append([row, name, f"{rate:,.0f}", f"{ratio:.2f} [{low:.2f}, {high:.2f}]"])
+                rows += [
+                    Row(name=row, metric=f"rows a second, {name}", value=rate, unit="rows/s"),
+                    Row(name=row, metric="our time over a peer's", value=ratio, unit="", peer=name, ratio=ratio),
+                    Row(name=row, metric="the same, 95% low", value=low, unit="", peer=name),
+                    Row(name=row, metric="the same, 95% high", value=high, unit="", peer=name),
+                ]
+    path.unlink()
+    show("rows of 1 KiB of a file in the page cache", ["", "", "rows/s", "our time over its"], table)
+
+
+@contextlib.contextmanager
+def _reader(path: Path, name: str, num_rows: int) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """Open the file, and read some rows as a loop of training has before."""
+    some = torch.randint(num_rows, (2_000,))
+    if name == "numpy's map":
+        array = np.load(path, mmap_mode="r")
+        array._mmap.madvise(mmap.MADV_RANDOM)
+        array[some.numpy()]
+        yield lambda index: torch.from_numpy(array[index.numpy()])
+        return
+    with unified.TieredFeatures(path, host=_least(num_rows)) as features:
+        if name == "past the cache":
+            assert features._store.files is not None
+            features._store.files._cache = None
+        features[some]
+        yield lambda index: features[index]
+
+
+def _cache_share(path: Path, share: float) -> None:
+    """Make that share of the file's mebibytes cached, and no other."""
+    drop(path)
+    chosen = random.Random(4)
+    with path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        for offset in range(0, path.stat().st_size, 2**20):
+            if chosen.random() < share:
+                os.pread(file.fileno(), 2**20, offset)
 
 
 def depth(settings: argparse.Namespace, rows: list[Row]) -> None:
@@ -185,10 +249,12 @@ def depth(settings: argparse.Namespace, rows: list[Row]) -> None:
     kind = RowType(result.shape[1:], result.dtype, result.dtype)
     count = min(settings.disk_rows, 10_000)
     out = kind.empty(count)
-    rates: dict[int, tuple[list[float], list[float]]] = {requests: ([], []) for requests in (1, 4, 16, 64)}
+    ways = [(by_ring, requests) for requests in (1, 4, 16, 64) for by_ring in (False, True)]
+    rates: dict[tuple[bool, int], tuple[list[float], list[float]]] = {way: ([], []) for way in ways}
     for _ in range(settings.rounds):
-        for number, (seconds, processor) in rates.items():
-            files = RowFiles([result], depth=number)
+        for (by_ring, number), (seconds, processor) in rates.items():
+            files = RowFiles([result], depth=number, by_ring=by_ring)
+            drop(path)
             index = torch.randint(result.shape[0], (count,), generator=generator)
             start_s, used_s = time.perf_counter(), time.process_time()
             files.read(index, kind, out, None)
@@ -196,12 +262,13 @@ def depth(settings: argparse.Namespace, rows: list[Row]) -> None:
             processor.append(time.process_time() - used_s)
             files.close()
     path.unlink()
-    for number, (seconds, processor) in rates.items():
+    for (by_ring, number), (seconds, processor) in rates.items():
         rate, cost = count / median(seconds), 1e6 * median(processor) / count
-        table.append([f"{number}", f"{rate:,.0f}", f"{cost:.1f} us"])
-        rows.append(Row(name=f"{number} threads", metric="rows of 8 KiB a second", value=rate, unit="rows/s"))
-        rows.append(Row(name=f"{number} threads", metric="processor time a row", value=cost, unit="us"))
-    show("rows of 8 KiB by open requests", ["threads", "rows/s", "processor time a row"], table)
+        name = f"{number} open, {'io_uring' if by_ring else 'threads'}"
+        table.append([name, f"{rate:,.0f}", f"{cost:.1f} us"])
+        rows.append(Row(name=name, metric="rows of 8 KiB a second", value=rate, unit="rows/s"))
+        rows.append(Row(name=name, metric="processor time a row", value=cost, unit="us"))
+    show("rows of 8 KiB by open requests", ["requests", "rows/s", "processor time a row"], table)
 
 
 def _least(num_rows: int) -> int:
@@ -412,7 +479,7 @@ def _example() -> ModuleType:
 
 def main(arguments: list[str] | None = None) -> list[Row]:
     options = parser(__doc__ or "")
-    options.add_argument("--part", action="append", choices=["gather", "disk", "depth", "epochs", "link"])
+    options.add_argument("--part", action="append", choices=["gather", "disk", "cache", "depth", "epochs", "link"])
     options.add_argument("--row-bytes", type=int, nargs="+", default=list(ROW_BYTES))
     options.add_argument("--counts", type=int, nargs="+", default=list(COUNTS))
     options.add_argument("--rounds", type=int, default=9)
@@ -427,7 +494,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     if settings.quick:
         settings.row_bytes, settings.counts, settings.rounds, settings.file_bytes = [64, 1024], [2000], 2, 32 * 2**20
         settings.disk_rows, settings.few_rows, settings.nodes, settings.epochs = 1000, 50, 16384, 1
-    parts = {"gather": gather, "disk": disk, "depth": depth, "epochs": epochs}
+    parts = {"gather": gather, "disk": disk, "cache": cache, "depth": depth, "epochs": epochs}
     if settings.device == "cuda":
         parts["link"] = link
     rows: list[Row] = []

@@ -79,7 +79,7 @@ class DemoChild:
             offloaded = {"parked_bytes": 5, "stall_s": 0.0, "written_to_disk_bytes": 5}
             moved = {"step_fetched": {"parameters": 5}, "step_parked": {"parameters": 4}}
             beside = {"offload": {"offload": offloaded}, "training": {"training": moved}}.get(self.method, {})
-            return {"loss": (2.0).hex(), "step_s": 1.0} | beside
+            return {"loss": (2.0).hex(), "step_s": 1.0, "timeline": [(0.0, 10)]} | beside
         if command == "finish":
             return {"swapped_bytes": 3} if self.method == "remat" else {}
         sizes = {"peak_bytes": 110, "start_bytes": 10, "activation_bytes": 100, "rss_bytes": 200}

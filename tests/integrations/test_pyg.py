@@ -20,7 +20,7 @@ def case(tmp_path, monkeypatch):
 
     from penstock.unified import _tiered
 
-    monkeypatch.setattr(_tiered, "buffer_bytes_for", lambda stride_bytes: 0)
+    monkeypatch.setattr(_tiered, "buffer_bytes_for", lambda *_: 0)
     generator = torch.Generator().manual_seed(0)
     edge_index = torch.randint(NUM_NODES, (2, 4000), generator=generator)
     x = torch.randn(NUM_NODES, 16, generator=generator)

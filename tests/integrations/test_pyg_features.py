@@ -23,7 +23,7 @@ def case(request, tmp_path, monkeypatch):
     """Data with features, and these as a plain tensor."""
     from torch_geometric.data import Data
 
-    monkeypatch.setattr(_tiered, "buffer_bytes_for", lambda stride_bytes: 0)
+    monkeypatch.setattr(_tiered, "buffer_bytes_for", lambda *_: 0)
     generator = torch.Generator().manual_seed(0)
     edge_index = torch.randint(NUM_NODES, (2, 2000), generator=generator)
     plain = torch.randn(NUM_NODES, 16, generator=generator)

@@ -15,6 +15,7 @@ from penstock.unified import _disk
 pytestmark = pytest.mark.usefixtures("no_buffers")
 
 
+@pytest.mark.usefixtures("no_page_cache")
 def test_sectors_are_read_once_and_amplification_is_told(tmp_path):
     plain = torch.randn(20_000, 256)
     np.save(tmp_path / "x.npy", plain.numpy())

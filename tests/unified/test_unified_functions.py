@@ -24,7 +24,7 @@ def plain():
 
 @pytest.fixture(params=["memory", "disk", "unified"])
 def table(request, tmp_path, monkeypatch):
-    monkeypatch.setattr(_tiered, "buffer_bytes_for", lambda stride_bytes: 0)
+    monkeypatch.setattr(_tiered, "buffer_bytes_for", lambda *_: 0)
     if request.param == "unified":
         yield unified.wrap(plain())
         return

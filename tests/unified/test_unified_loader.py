@@ -146,7 +146,7 @@ def test_what_says_nothing():
 @pytest.mark.parametrize("in_flight", [0, 3 * 2**10, 2**20])
 def test_bytes_in_flight_stay_below_what_features_allow(tmp_path, monkeypatch, in_flight):
     """But for one mini-batch, which may be larger than that."""
-    monkeypatch.setattr(_tiered, "buffer_bytes_for", lambda stride_bytes: 0)
+    monkeypatch.setattr(_tiered, "buffer_bytes_for", lambda *_: 0)
     plain, loader = parts(batch_size=4, ahead=6)
     with unified.TieredFeatures(
         plain, host=4 * NUM_NODES + 2000 + in_flight, in_flight=in_flight, disk=tmp_path
@@ -185,7 +185,7 @@ def test_bytes_in_flight_stay_below_what_features_allow(tmp_path, monkeypatch, i
 
 def test_an_interrupt_while_rows_wait_for_room(tmp_path, monkeypatch):
     """Whatever is raised between two mini-batches, nothing hangs."""
-    monkeypatch.setattr(_tiered, "buffer_bytes_for", lambda stride_bytes: 0)
+    monkeypatch.setattr(_tiered, "buffer_bytes_for", lambda *_: 0)
     plain, loader = parts(batch_size=4, ahead=6)
     with unified.TieredFeatures(plain, host=4 * NUM_NODES + 2000, in_flight=0, disk=tmp_path) as features:
         loader.features = features

@@ -8,7 +8,7 @@ import typer
 from penstock._version import __version__
 from penstock.cli._answer import Answer
 from penstock.cli._bench_names import benchmark_names
-from penstock.cli._choices import DeviceChoice, MachineName, PlanMethod
+from penstock.cli._choices import DemoRoom, DeviceChoice, MachineName, PlanMethod
 from penstock.cli._command import DEBUG, command, size
 from penstock.cli._fleet_app import fleet_app
 from penstock.cli._paths import FOLDER, OUTPUT, PROBED, SPILLS
@@ -82,14 +82,17 @@ def demo(
     disk: Annotated[
         Path | None, typer.Option(help="Directory to offload to; by default the results folder."), SPILLS
     ] = None,
-    num_steps: Annotated[int, typer.Option("--steps", min=3, help="Training steps to compare.")] = 6,
+    num_steps: Annotated[int, typer.Option("--steps", min=3, help="Training steps of a transformer.")] = 6,
+    room: Annotated[DemoRoom | None, typer.Option(help="Show this room instead of the tour of activations.")] = None,
 ) -> Answer:
-    """Train a transformer within a hard memory cap under which the same script fails without Penstock.
+    """Train within a hard memory cap under which the same script fails without Penstock.
 
     Example: penstock demo --disk /tmp
     """
-    from penstock.cli import _demo
+    from penstock.cli import _demo, _demo_rooms
 
+    if room is not None:
+        return _demo_rooms.run(room, out, out if disk is None else disk, num_steps, steps)
     return _demo.run(out, out if disk is None else disk, num_steps, steps)
 
 

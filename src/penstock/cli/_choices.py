@@ -28,6 +28,15 @@ class MachineName(StrEnum):
     GH200 = "gh200"
 
 
+class DemoRoom(StrEnum):
+    """Values of ``--room``: the rooms that a demo of their own shows."""
+
+    FLEET = "fleet"
+    TRAINING = "training"
+    UNIFIED = "unified"
+    RELATIONAL = "relational"
+
+
 class Scheduler(StrEnum):
     """Values of ``--scheduler``, as in `penstock.fleet.SchedulerName`."""
 

@@ -87,7 +87,7 @@ def run(
     console: Console | None = None,
     *,
     num_layers: int = 8,
-    batch: int = 16,
+    batch: int = 8,
     num_large_layers: int = 6,
 ) -> Answer:
     """Run the demo, print what it does, and write its files to ``out``."""
@@ -128,7 +128,7 @@ def run(
         for name, process in capped.items():
             outcome.methods[name].peak = process.ask("measure")
             outcome.methods[name].last = process.ask("finish")
-    outcome.whole = _demo_whole.run(disk, num_steps, steps, console, num_large_layers)
+    outcome.whole, _ = _demo_whole.run(disk, num_steps, steps, console, num_large_layers)
     steps.end()
     return _report(outcome, out, disk, console)
 

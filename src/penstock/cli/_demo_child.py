@@ -14,26 +14,28 @@ import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from penstock.cli._trainer import METHODS, WHOLE, Size, Trainer, standard_library
 from penstock.probe import held_bytes
 from penstock.report import save
 from penstock.tiers import write_trace
 
-_STACK_BYTES = 512 * 1024
+_SAMPLE_S = 0.005
+STACK_BYTES = 512 * 1024
 """Stack size of lane threads, which run a few frames: the default of 8 MiB each would count against the cap."""
 
 
 def main() -> None:
     """Train as the arguments and the commands on standard input say."""
     arguments = _arguments()
-    threading.stack_size(_STACK_BYTES)
+    threading.stack_size(STACK_BYTES)
     size = Size(num_layers=arguments.layers, width=arguments.width, length=512, batch=arguments.batch)
     standard_library()
     _have_library_buffers(size, arguments)
+    start_bytes = data_bytes()
     if arguments.whole:
-        _limit(arguments.cap)
+        limit(arguments.cap)
     try:
         budget = arguments.budget
         if arguments.whole and budget is not None:
@@ -41,34 +43,64 @@ def main() -> None:
         trainer = Trainer(arguments.method, size, disk=arguments.disk, budget=budget)
         trainer.run_tiny_step()  # optimizer state and worker threads exist from here on
     except RuntimeError as error:
-        _fail(error)
+        fail(error)
     if trainer.method == "remat":
         trainer.plan(arguments.budget, disk=arguments.disk, reserve=standard_library().nbytes)
     if not arguments.whole:
-        _limit(arguments.cap)
-    _say({"num_parameters": sum(parameter.numel() for parameter in trainer.model.parameters())})
+        limit(arguments.cap)
+    say({"num_parameters": sum(parameter.numel() for parameter in trainer.model.parameters())})
     for line in sys.stdin:
         command = line.strip()
         try:
             if command == "step":
-                _say(_step(trainer))
+                with Sampled(start_bytes) as memory:
+                    answer = _step(trainer)
+                say(answer | {"timeline": memory.timeline if arguments.whole else []})
             elif command == "measure":
-                _say(_measure(trainer))
+                say(_measure(trainer))
             elif command == "finish":
-                _say(_finish(trainer, arguments.trace))
+                say(_finish(trainer, arguments.trace))
                 return
         except RuntimeError as error:  # PyTorch's own error for memory that it cannot have
-            _fail(error)
+            fail(error)
 
 
-def _limit(cap_bytes: int | None) -> None:
+class Sampled:
+    """The memory of this process over time, as the cap counts it."""
+
+    def __init__(self, start_bytes: int):
+        self._start_bytes, self._ended = start_bytes, threading.Event()
+        self.timeline: list[tuple[float, int]] = []
+        """Seconds, and bytes taken since ``start_bytes``."""
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        start_s = time.perf_counter()
+        while True:
+            ends = self._ended.wait(_SAMPLE_S)
+            self.timeline.append((time.perf_counter() - start_s, data_bytes() - self._start_bytes))
+            if ends:
+                return
+
+
+def limit(cap_bytes: int | None) -> None:
+    """Let the kernel refuse this process more than so many further bytes; ``None`` for no limit."""
     if cap_bytes is not None:
-        limit = _data_bytes() + cap_bytes
+        limit = data_bytes() + cap_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
-def _fail(error: RuntimeError) -> NoReturn:
-    _say({"error": str(error).splitlines()[0]})
+def fail(error: Exception) -> NoReturn:
+    """Answer with the error, and end."""
+    say({"error": str(error).splitlines()[0]})
     raise SystemExit(1) from error
 
 
@@ -141,7 +173,7 @@ def _thinned(timeline: tuple[tuple[float, int], ...], every: int) -> list[tuple[
     ]
 
 
-def _data_bytes() -> int:
+def data_bytes() -> int:
     """Return the bytes that the kernel counts against ``RLIMIT_DATA``."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmData:"):
@@ -149,7 +181,8 @@ def _data_bytes() -> int:
     raise OSError("/proc/self/status has no VmData; the demo needs Linux")
 
 
-def _say(answer: dict[str, Any]) -> None:
+def say(answer: dict[str, Any]) -> None:
+    """Answer the parent process."""
     print(json.dumps(answer), flush=True)
 
 

@@ -51,11 +51,14 @@ class Child:
 
 
 @contextmanager
-def child(*arguments: str) -> Iterator[Child]:
-    """Start a training process. All use the same malloc settings: few arenas, and large freed blocks return at once."""
+def child(*arguments: str, module: str = "penstock.cli._demo_child") -> Iterator[Child]:
+    """Start a training process, which runs that module.
+
+    All use the same malloc settings: few arenas, and large freed blocks return at once.
+    """
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.cli._demo_child", *arguments],
+            [sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -23,12 +23,17 @@ _BUDGET_SHARE = 0.7
 _MAY_FAIL = {"plain": "plain", "checkpoint": "checkpoint per block"}
 
 
-def run(disk: Path, num_steps: int, steps: Steps, console: Console, num_layers: int) -> dict[str, Any]:
-    """Train the model plainly without a cap and, in alternation, by `offload.training` under it; print the outcome."""
+def run(
+    disk: Path, num_steps: int, steps: Steps, console: Console, num_layers: int
+) -> tuple[dict[str, Any], dict[str, list[list[float]]]]:
+    """Train the model plainly without a cap and, in alternation, by `offload.training` under it; print the outcome.
+
+    Returns the measurements, and the memory of the last step of each.
+    """
     size = ["--layers", str(num_layers), "--width", str(_WIDTH), "--batch", str(_BATCH)]
     steps.phase("a model that is too large: the plain run")
     with ExitStack() as stack:
-        plain = stack.enter_context(child(*size))
+        plain = stack.enter_context(child(*size, "--whole"))
         num_parameters = plain.hello["num_parameters"]
         state_bytes = _STATE_BYTES * num_parameters
         cap_bytes = int(_CAP_SHARE * state_bytes)
@@ -69,7 +74,7 @@ def run(disk: Path, num_steps: int, steps: Steps, console: Console, num_layers: 
     )
     if results["largest_loss_difference"]:
         raise InternalError("the losses of the model that is too large differ from plain training's")
-    return results
+    return results, {"plain": plainly[-1]["timeline"], "Penstock": ours[-1]["timeline"]}
 
 
 def _in_turn(

@@ -1,8 +1,8 @@
-/* Rows of feature tables and neighbours of nodes, for penstock.unified.
+/* Rows of feature tables, for penstock.unified.
  *
- * Rows are copied, or widened to float, from memory by all cores and from files by many threads at once: the whole batch
- * of rows is one call, since an SSD is only as fast as the number of its open requests. Neighbours are drawn by
- * counter-based random numbers, so the draws of a node depend on nothing but the seed and the node.
+ * Rows are copied, or widened to float, from memory by all cores. Those of a file are one call for a whole batch: what
+ * the page cache holds is copied from a map of the file; the rest is read past it with many requests at once, since an
+ * SSD is only as fast as the number of its open requests.
  */
 
 #define _GNU_SOURCE
@@ -11,9 +11,22 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
+#if defined __has_include
+#if __has_include(<linux/io_uring.h>)
+#include <linux/io_uring.h>
+#endif
+#endif
 
 enum { AHEAD = 16, MOST_BYTES_AHEAD = 512, STACK_BYTES = 256 * 1024, PAGE_BYTES = 4096 };
+enum { GROUP = 32 /* pages asked about at once */, CACHED_FOR_MS = 1000, ABSENT_FOR_MS = 8000 };
+enum { MANY_ABSENT = 1024, ASK_EVERY = 16 };
+enum { SERIAL_BYTES = 256 * 1024 /* below it, to wake other threads takes longer than to copy */ };
 enum { COPY, FROM_HALF, FROM_BFLOAT, FROM_INT8 };
 
 typedef struct {
@@ -37,6 +50,11 @@ static float from_half(uint16_t half) {
     uint32_t bits;
     memcpy(&bits, &scaled, sizeof bits);
     return from_bits((rest >= 0x7c00u ? (rest << 13) | 0x7f800000u : bits) | sign);
+}
+
+static inline void ahead(const char *row, int64_t bytes) {
+    for (int64_t byte = 0; byte < bytes && byte < MOST_BYTES_AHEAD; byte += 64)
+        __builtin_prefetch(row + byte);
 }
 
 static void put(const Result *to, int64_t position, const char *row) {
@@ -77,9 +95,8 @@ static inline __attribute__((always_inline)) int64_t gather(const Asked *asked, 
     for (int64_t at = 0; at < asked->size; at++) {
         if (at + AHEAD < asked->size) {
             const int64_t next = row_of(asked, at + AHEAD);
-            for (int64_t byte = 0; next >= 0 && byte < (copied ? copied : to->row_bytes) && byte < MOST_BYTES_AHEAD;
-                 byte += 64)
-                __builtin_prefetch(asked->rows + next * asked->stride_bytes + byte);
+            if (next >= 0)
+                ahead(asked->rows + next * asked->stride_bytes, copied ? copied : to->row_bytes);
         }
         const int64_t row = row_of(asked, at), position = asked->positions ? asked->positions[at] : at;
         if (row < 0)
@@ -146,14 +163,27 @@ typedef struct {
     int64_t gap_bytes;    /* rows that are no farther apart are read in one request */
     int64_t most_bytes;   /* of a request that reads several rows */
     int64_t depth;        /* requests at once */
+    int64_t by_ring;      /* whether io_uring may be used */
 } Files;
 
+/* What the page cache holds of the files, as far as is known. Many threads may read and write that; what one of them
+ * has not seen yet is asked again. */
 typedef struct {
-    int64_t num_requests, bytes, error, file, offset, size;
+    const char *const *maps; /* of each file, from its byte 0 */
+    const int64_t *sizes;    /* of each map */
+    int64_t page_bytes;
+    int64_t num_groups;  /* of the longest file */
+    uint64_t *groups;    /* [num_files * num_groups]: when a group was asked about, above which of its pages are there */
+    int64_t *num_absent; /* groups in a row of which no page was there */
+    int64_t num_threads;
+} Cache;
+
+typedef struct {
+    int64_t num_cached, num_faults, num_requests, bytes, nanoseconds, error, file, offset, size;
 } Report;
 
 typedef struct {
-    int64_t key, position;
+    int64_t key, position; /* key: the row's number, and then what rows are sorted by */
 } Wanted;
 
 typedef struct {
@@ -175,6 +205,93 @@ static int64_t file_of(const Files *files, int64_t row) { return row % files->nu
 
 static int64_t offset_of(const Files *files, int64_t row) {
     return files->first_byte + row / files->num_files * files->stride_bytes;
+}
+
+static uint32_t now_ms(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC_COARSE, &time);
+    return (uint32_t)(time.tv_sec * 1000 + time.tv_nsec / 1000000) | 1; /* 0: never */
+}
+
+/* Which pages of a group are in the page cache, a bit each. Where little of a file is, this seldom asks. */
+static uint32_t pages_of(const Cache *cache, int64_t file, int64_t group, uint32_t now) {
+    uint64_t *const place = cache->groups + file * cache->num_groups + group;
+    const uint64_t known = __atomic_load_n(place, __ATOMIC_RELAXED);
+    const uint32_t asked = (uint32_t)(known >> 32), pages = (uint32_t)known;
+    if (asked && now - asked < (uint32_t)(pages ? CACHED_FOR_MS : ABSENT_FOR_MS))
+        return pages;
+    const int64_t absent = __atomic_fetch_add(cache->num_absent, 1, __ATOMIC_RELAXED);
+    if (absent >= MANY_ABSENT && absent % ASK_EVERY)
+        return 0;
+    const int64_t first = group * GROUP * cache->page_bytes, left = cache->sizes[file] - first;
+    const int64_t length = left < GROUP * cache->page_bytes ? left : GROUP * cache->page_bytes;
+    unsigned char is_there[GROUP] = {0};
+    uint32_t there = 0;
+    if (!mincore((void *)(cache->maps[file] + first), (size_t)length, is_there))
+        for (int page = 0; page < GROUP; page++)
+            there |= (uint32_t)(is_there[page] & 1) << page;
+    __atomic_store_n(place, (uint64_t)now << 32 | there, __ATOMIC_RELAXED);
+    if (there)
+        __atomic_store_n(cache->num_absent, 0, __ATOMIC_RELAXED);
+    return there;
+}
+
+static int is_cached(const Files *files, const Cache *cache, int64_t row, int64_t row_bytes, uint32_t now) {
+    const int64_t begin = offset_of(files, row), last = (begin + row_bytes - 1) / cache->page_bytes;
+    for (int64_t page = begin / cache->page_bytes; page <= last; page++)
+        if (!(pages_of(cache, file_of(files, row), page / GROUP, now) >> page % GROUP & 1))
+            return 0;
+    return 1;
+}
+
+/* A map of a file that was cut ends the process where it is read, so nothing is read from it. */
+static int are_whole(const Files *files, const Cache *cache) {
+    for (int64_t file = 0; file < files->num_files; file++) {
+        struct stat state;
+        if (fstat(files->descriptors[file], &state) || state.st_size < cache->sizes[file])
+            return 0;
+    }
+    return 1;
+}
+
+/* Moves rows that are in the page cache from wanted[size] to cached; returns how many stay. */
+static int64_t sort_out(const Files *files, const Cache *cache, Wanted *wanted, int64_t size, Wanted *cached,
+                        int64_t row_bytes) {
+    const uint32_t now = now_ms();
+    int64_t stay = 0;
+    for (int64_t at = 0; at < size; at++) {
+        if (is_cached(files, cache, wanted[at].key, row_bytes, now))
+            cached[at - stay] = wanted[at];
+        else
+            wanted[stay++] = wanted[at];
+    }
+    return stay;
+}
+
+static const char *mapped(const Files *files, const Cache *cache, int64_t row) {
+    return cache->maps[file_of(files, row)] + offset_of(files, row);
+}
+
+static int64_t num_faults(void) {
+    struct rusage usage;
+    return getrusage(RUSAGE_THREAD, &usage) ? 0 : usage.ru_majflt;
+}
+
+/* Pages may leave between asking and reading. They are then read from the disk, one by one; if that happens, nothing of
+ * what was known is believed. Returns how many were read so by this thread. */
+static int64_t copy_cached(const Files *files, const Cache *cache, const Wanted *cached, int64_t size, const Result *to) {
+    const int64_t before = num_faults(), num_threads = size * to->row_bytes < SERIAL_BYTES ? 1 : cache->num_threads;
+#pragma omp parallel for schedule(static) num_threads((int)num_threads) if (num_threads > 1)
+    for (int64_t at = 0; at < size; at++) {
+        if (at + AHEAD < size)
+            ahead(mapped(files, cache, cached[at + AHEAD].key), to->row_bytes);
+        put(to, cached[at].position, mapped(files, cache, cached[at].key));
+    }
+    const int64_t faults = num_faults() - before;
+    if (faults)
+        for (int64_t at = 0; at < files->num_files * cache->num_groups; at++)
+            __atomic_store_n(cache->groups + at, 0, __ATOMIC_RELAXED);
+    return faults;
 }
 
 /* By ascending key, bytes of it at a time. `other` has room for as many. Returns the one that is sorted. */
@@ -219,35 +336,178 @@ static int64_t read_span(int descriptor, const Span *span, char *buffer) {
     return 0;
 }
 
+/* The next span of a file in turn; NULL where all were taken, or a read failed. */
+static const Span *take(Batch *batch, int64_t *file) {
+    const int64_t num_files = batch->files->num_files;
+    while (!__atomic_load_n(&batch->report->error, __ATOMIC_RELAXED)) {
+        const int64_t turn = __atomic_fetch_add(&batch->next, 1, __ATOMIC_RELAXED);
+        if (turn >= batch->turns)
+            break;
+        const int64_t at = batch->starts[turn % num_files] + turn / num_files;
+        *file = turn % num_files;
+        if (at < batch->starts[*file + 1])
+            return batch->spans + at;
+    }
+    return NULL;
+}
+
+static void put_span(const Batch *batch, int64_t file, const Span *span, const char *buffer) {
+    for (int64_t at = span->first; at < span->end; at++) {
+        const int64_t row = batch->wanted[at].key % batch->longest * batch->files->num_files + file;
+        put(batch->to, batch->wanted[at].position, buffer + (offset_of(batch->files, row) - span->offset));
+    }
+}
+
 static void *work(void *given) {
     Batch *const batch = given;
-    const Files *const files = batch->files;
     void *buffer = NULL;
     if (posix_memalign(&buffer, PAGE_BYTES, (size_t)batch->buffer_bytes)) {
         fail(batch, ENOMEM, 0, NULL);
         return NULL;
     }
-    for (;;) {
-        const int64_t turn = __atomic_fetch_add(&batch->next, 1, __ATOMIC_RELAXED);
-        if (turn >= batch->turns || __atomic_load_n(&batch->report->error, __ATOMIC_RELAXED))
-            break;
-        const int64_t file = turn % files->num_files, at = batch->starts[file] + turn / files->num_files;
-        if (at >= batch->starts[file + 1])
-            continue;
-        const Span *const span = batch->spans + at;
-        const int64_t error = read_span(files->descriptors[file], span, buffer);
-        if (error) {
+    const Span *span;
+    for (int64_t file; (span = take(batch, &file));) {
+        const int64_t error = read_span(batch->files->descriptors[file], span, buffer);
+        if (error)
             fail(batch, error, file, span);
-            break;
-        }
-        for (int64_t one = span->first; one < span->end; one++) {
-            const int64_t row = batch->wanted[one].key % batch->longest * files->num_files + file;
-            put(batch->to, batch->wanted[one].position, (char *)buffer + (offset_of(files, row) - span->offset));
-        }
+        else
+            put_span(batch, file, span, buffer);
     }
     free(buffer);
     return NULL;
 }
+
+#ifdef IORING_OFF_SQES
+#ifndef IORING_SETUP_SINGLE_ISSUER
+#define IORING_SETUP_SINGLE_ISSUER (1U << 12)
+#define IORING_SETUP_DEFER_TASKRUN (1U << 13)
+#endif
+
+/* Many requests of one thread at once, with fewer system calls than requests. */
+typedef struct {
+    int descriptor;
+    uint32_t mask, answer_mask, *tail, *answer_head, *answer_tail;
+    struct io_uring_sqe *requests;
+    struct io_uring_cqe *answers;
+    char *rings;
+    size_t rings_bytes, requests_bytes;
+} Ring;
+
+static void close_ring(Ring *ring) {
+    if (ring->requests != MAP_FAILED)
+        munmap(ring->requests, ring->requests_bytes);
+    if (ring->rings != MAP_FAILED)
+        munmap(ring->rings, ring->rings_bytes);
+    close(ring->descriptor);
+}
+
+/* Whether the kernel lets us: many containers do not. */
+static int open_ring(Ring *ring, int64_t depth) {
+    struct io_uring_params told = {.flags = IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN};
+    int descriptor = (int)syscall(SYS_io_uring_setup, (unsigned)depth, &told);
+    if (descriptor < 0) { /* a kernel before 6.1 */
+        told = (struct io_uring_params){0};
+        descriptor = (int)syscall(SYS_io_uring_setup, (unsigned)depth, &told);
+    }
+    if (descriptor < 0)
+        return 0;
+    const size_t asked = told.sq_off.array + told.sq_entries * sizeof(uint32_t);
+    const size_t answered = told.cq_off.cqes + told.cq_entries * sizeof(struct io_uring_cqe);
+    *ring = (Ring){.descriptor = descriptor, .rings = MAP_FAILED, .requests = MAP_FAILED,
+                   .rings_bytes = asked > answered ? asked : answered,
+                   .requests_bytes = told.sq_entries * sizeof(struct io_uring_sqe)};
+    if (told.features & IORING_FEAT_SINGLE_MMAP && told.features & IORING_FEAT_RW_CUR_POS) { /* 5.6 */
+        const int flags = MAP_SHARED | MAP_POPULATE, rights = PROT_READ | PROT_WRITE;
+        ring->rings = mmap(NULL, ring->rings_bytes, rights, flags, descriptor, IORING_OFF_SQ_RING);
+        ring->requests = mmap(NULL, ring->requests_bytes, rights, flags, descriptor, IORING_OFF_SQES);
+    }
+    if (ring->rings == MAP_FAILED || ring->requests == MAP_FAILED) {
+        close_ring(ring);
+        return 0;
+    }
+    ring->tail = (uint32_t *)(ring->rings + told.sq_off.tail);
+    ring->answer_head = (uint32_t *)(ring->rings + told.cq_off.head);
+    ring->answer_tail = (uint32_t *)(ring->rings + told.cq_off.tail);
+    ring->mask = *(uint32_t *)(ring->rings + told.sq_off.ring_mask);
+    ring->answer_mask = *(uint32_t *)(ring->rings + told.cq_off.ring_mask);
+    ring->answers = (struct io_uring_cqe *)(ring->rings + told.cq_off.cqes);
+    for (uint32_t at = 0; at < told.sq_entries; at++)
+        ((uint32_t *)(ring->rings + told.sq_off.array))[at] = at;
+    return 1;
+}
+
+typedef struct {
+    const Span *span;
+    int64_t file;
+} Open;
+
+/* Reads what is left of the batch with `depth` requests at once. Returns 0 where nothing was done, since it cannot. */
+static int read_by_ring(Batch *batch, int64_t depth) {
+    Ring ring;
+    if (!open_ring(&ring, depth))
+        return 0;
+    void *buffers = NULL;
+    Open *const open = malloc((size_t)depth * sizeof *open);
+    int64_t *const idle = malloc((size_t)depth * sizeof *idle), stride = batch->buffer_bytes;
+    int64_t num_idle = open && idle && !posix_memalign(&buffers, PAGE_BYTES, (size_t)(depth * stride)) ? depth : 0;
+    const int works = num_idle > 0;
+    for (int64_t at = 0; at < num_idle; at++)
+        idle[at] = at;
+    for (uint32_t queued = 0; works;) {
+        for (int64_t file; num_idle;) {
+            const Span *const span = take(batch, &file);
+            if (!span)
+                break;
+            const int64_t slot = idle[--num_idle];
+            open[slot] = (Open){span, file};
+            ring.requests[*ring.tail & ring.mask] = (struct io_uring_sqe){
+                .opcode = IORING_OP_READ, .fd = batch->files->descriptors[file], .off = (uint64_t)span->offset,
+                .addr = (uintptr_t)buffers + (uint64_t)(slot * stride), .len = (uint32_t)span->length,
+                .user_data = (uint64_t)slot};
+            __atomic_store_n(ring.tail, *ring.tail + 1, __ATOMIC_RELEASE);
+            queued++;
+        }
+        if (num_idle == depth)
+            break;
+        const int64_t num_open = depth - num_idle, several = depth / 8 + 1;
+        const int64_t enough = num_open < several ? num_open : several;
+        const long sent =
+            syscall(SYS_io_uring_enter, ring.descriptor, queued, (int)enough, IORING_ENTER_GETEVENTS, NULL, 0);
+        if (sent < 0 && errno != EINTR && errno != EAGAIN && errno != EBUSY) {
+            fail(batch, errno, 0, NULL);
+            buffers = NULL; /* not freed: the kernel may still write to them */
+            break;
+        }
+        queued -= sent > 0 ? (uint32_t)sent : 0;
+        uint32_t head = *ring.answer_head;
+        for (; head != __atomic_load_n(ring.answer_tail, __ATOMIC_ACQUIRE); head++) {
+            const struct io_uring_cqe *const answer = ring.answers + (head & ring.answer_mask);
+            const int64_t slot = (int64_t)answer->user_data, file = open[slot].file;
+            const Span *const span = open[slot].span;
+            char *const buffer = (char *)buffers + slot * stride;
+            /* what failed or came in part is asked again, so that an error is of one kind */
+            const int64_t error =
+                answer->res >= span->needed ? 0 : read_span(batch->files->descriptors[file], span, buffer);
+            if (error)
+                fail(batch, error, file, span);
+            else
+                put_span(batch, file, span, buffer);
+            idle[num_idle++] = slot;
+        }
+        __atomic_store_n(ring.answer_head, head, __ATOMIC_RELEASE);
+    }
+    free(buffers);
+    free(open);
+    free(idle);
+    close_ring(&ring);
+    return works;
+}
+#else
+static int read_by_ring(Batch *batch, int64_t depth) {
+    (void)batch, (void)depth;
+    return 0;
+}
+#endif
 
 /* Consecutive rows of a file in one request where that is no more work for the disk. Returns how many spans. */
 static int64_t find_spans(const Files *files, const Wanted *wanted, int64_t size, int64_t longest, int64_t row_bytes,
@@ -276,7 +536,10 @@ static int64_t find_spans(const Files *files, const Wanted *wanted, int64_t size
 }
 
 static void run(Batch *batch, int64_t num_spans) {
-    int64_t num_threads = num_spans < batch->files->depth ? num_spans : batch->files->depth, started = 0;
+    const int64_t depth = num_spans < batch->files->depth ? num_spans : batch->files->depth, num_threads = depth;
+    int64_t started = 0;
+    if (batch->files->by_ring && depth > 1 && read_by_ring(batch, depth))
+        return;
     pthread_t *threads = malloc((size_t)num_threads * sizeof *threads);
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
@@ -290,20 +553,26 @@ static void run(Batch *batch, int64_t num_spans) {
     free(threads);
 }
 
-/* Rows of the files to positions of the result. Rows are in range; the same one may be asked for several times. */
-void penstock_read_rows(const Files *files, int64_t num_rows, const int64_t *rows, const int64_t *positions,
-                        int64_t size, const Result *to, Report *report) {
+/* Rows of the files to positions of the result. Rows are in range; the same one may be asked for several times. cache
+ * may be NULL: then all are read from the disk. */
+void penstock_read_rows(const Files *files, const Cache *cache, int64_t num_rows, const int64_t *rows,
+                        const int64_t *positions, int64_t size, const Result *to, Report *report) {
     memset(report, 0, sizeof *report);
-    if (!size)
-        return;
     const int64_t longest = num_rows / files->num_files + 1;
     Wanted *wanted = malloc((size_t)size * 2 * sizeof *wanted);
     Span *spans = malloc((size_t)size * sizeof *spans);
     int64_t *starts = malloc((size_t)(files->num_files + 1) * sizeof *starts);
     if (wanted && spans && starts) {
         for (int64_t at = 0; at < size; at++)
-            wanted[at] = (Wanted){file_of(files, rows[at]) * longest + rows[at] / files->num_files,
-                                  positions ? positions[at] : at};
+            wanted[at] = (Wanted){rows[at], positions ? positions[at] : at};
+        if (cache && are_whole(files, cache)) {
+            const int64_t left = sort_out(files, cache, wanted, size, wanted + size, to->row_bytes);
+            report->num_cached = size - left;
+            report->num_faults = copy_cached(files, cache, wanted + size, size - left, to);
+            size = left;
+        }
+        for (int64_t at = 0; at < size; at++)
+            wanted[at].key = file_of(files, wanted[at].key) * longest + wanted[at].key / files->num_files;
         Batch batch = {.files = files, .to = to, .spans = spans, .starts = starts, .longest = longest,
                        .report = report, .lock = PTHREAD_MUTEX_INITIALIZER};
         batch.wanted = sorted(wanted, wanted + size, size, files->num_files * longest);
@@ -317,121 +586,17 @@ void penstock_read_rows(const Files *files, int64_t num_rows, const int64_t *row
                 batch.buffer_bytes = spans[at].length;
         }
         report->num_requests = count;
-        run(&batch, count);
+        if (count) {
+            struct timespec start, end;
+            clock_gettime(CLOCK_MONOTONIC, &start);
+            run(&batch, count);
+            clock_gettime(CLOCK_MONOTONIC, &end);
+            report->nanoseconds = (end.tv_sec - start.tv_sec) * 1000000000 + end.tv_nsec - start.tv_nsec;
+        }
     } else {
         report->error = ENOMEM;
     }
     free(wanted);
     free(spans);
     free(starts);
-}
-
-/* The finalizer that Triton's kernel has, too. */
-static uint32_t hashed(uint32_t value) {
-    value = (value ^ (value >> 16)) * 0x7FEB352Du;
-    value = (value ^ (value >> 15)) * 0x846CA68Bu;
-    return value ^ (value >> 16);
-}
-
-static uint32_t key_of(uint64_t seed, uint64_t node) {
-    const uint32_t mixed = hashed(hashed((uint32_t)seed ^ 0x9E3779B9u) ^ (uint32_t)(seed >> 32));
-    return hashed(hashed(mixed ^ (uint32_t)node) ^ (uint32_t)(node >> 32));
-}
-
-/* Uniform in [0, bound) but for bound / 2^32. */
-static int64_t drawn(uint32_t key, uint32_t number, int64_t bound) {
-    return (int64_t)(((uint64_t)hashed(key + number * 0x9E3779B9u) * (uint64_t)bound) >> 32);
-}
-
-/* offsets[size + 1]: where the neighbours drawn for each node begin. fanout < 0: all. Returns how many there are. */
-int64_t penstock_sample_offsets(const int64_t *starts, const int64_t *nodes, int64_t size, int64_t fanout,
-                                int64_t replace, int64_t *offsets) {
-    offsets[0] = 0;
-    for (int64_t at = 0; at < size; at++) {
-        if (at + AHEAD < size)
-            __builtin_prefetch(starts + nodes[at + AHEAD]);
-        const int64_t degree = starts[nodes[at] + 1] - starts[nodes[at]];
-        const int64_t most = fanout < 0 || (!replace && degree < fanout) ? degree : fanout;
-        offsets[at + 1] = offsets[at] + (degree ? most : 0);
-    }
-    return offsets[size];
-}
-
-/* Floyd's method without replacement: each subset is equally likely. edges: places in the index; neighbours: what is
- * there. */
-void penstock_sample(const int64_t *starts, const char *index, int64_t index_bytes, const int64_t *nodes, int64_t size,
-                     int64_t replace, int64_t seed, const int64_t *offsets, int64_t *neighbours, int64_t *edges,
-                     int64_t num_threads) {
-#pragma omp parallel for schedule(dynamic, 256) num_threads((int)num_threads) if (num_threads > 1)
-    for (int64_t at = 0; at < size; at++) {
-        const int64_t first = starts[nodes[at]], degree = starts[nodes[at] + 1] - first;
-        const int64_t begin = offsets[at], count = offsets[at + 1] - begin;
-        const uint32_t key = key_of((uint64_t)seed, (uint64_t)nodes[at]);
-        for (int64_t one = 0; one < count; one++) {
-            int64_t chosen = one;
-            if (replace) {
-                chosen = drawn(key, (uint32_t)one, degree);
-            } else if (count < degree) {
-                const int64_t most = degree - count + one;
-                chosen = drawn(key, (uint32_t)one, most + 1);
-                for (int64_t other = 0; other < one; other++)
-                    if (edges[begin + other] == first + chosen) {
-                        chosen = most;
-                        break;
-                    }
-            }
-            edges[begin + one] = first + chosen;
-        }
-        for (int64_t one = 0; one < count; one++) {
-            const int64_t edge = edges[begin + one];
-            neighbours[begin + one] = index_bytes == 4 ? ((const int32_t *)index)[edge] : ((const int64_t *)index)[edge];
-        }
-    }
-}
-
-/* Numbers ids in the order in which they are first met. keys (-1: free) and values are a hash table of mask + 1 places,
- * more than will be met; nodes[next..] takes new ones. locals may be NULL. Returns the next number. */
-int64_t penstock_relabel(int64_t *keys, int64_t *values, int64_t mask, const int64_t *ids, int64_t size,
-                         int64_t *locals, int64_t *nodes, int64_t next) {
-    for (int64_t at = 0; at < size; at++) {
-        if (at + AHEAD < size)
-            __builtin_prefetch(keys + (hashed((uint32_t)ids[at + AHEAD]) & mask));
-        int64_t place = hashed((uint32_t)ids[at]) & mask;
-        while (keys[place] != ids[at] && keys[place] >= 0)
-            place = (place + 1) & mask;
-        if (keys[place] < 0) {
-            keys[place] = ids[at];
-            values[place] = next;
-            nodes[next++] = ids[at];
-        }
-        if (locals)
-            locals[at] = values[place];
-    }
-    return next;
-}
-
-/* Edges by target, in their order: starts[num_nodes + 1], sources and, where wanted, positions[size] in the given list.
- * Returns -1, or the first edge with a target out of range. */
-int64_t penstock_by_target(const int64_t *sources, const int64_t *targets, int64_t size, int64_t num_nodes,
-                           int64_t index_bytes, int64_t *starts, char *index, int64_t *positions) {
-    memset(starts, 0, (size_t)(num_nodes + 1) * sizeof *starts);
-    for (int64_t at = 0; at < size; at++) {
-        if (targets[at] < 0 || targets[at] >= num_nodes)
-            return at;
-        starts[targets[at] + 1]++;
-    }
-    for (int64_t node = 0; node < num_nodes; node++)
-        starts[node + 1] += starts[node];
-    for (int64_t at = 0; at < size; at++) {
-        const int64_t place = starts[targets[at]]++;
-        if (index_bytes == 4)
-            ((int32_t *)index)[place] = (int32_t)sources[at];
-        else
-            ((int64_t *)index)[place] = sources[at];
-        if (positions)
-            positions[place] = at;
-    }
-    memmove(starts + 1, starts, (size_t)num_nodes * sizeof *starts);
-    starts[0] = 0;
-    return -1;
 }

@@ -101,7 +101,7 @@ def part_of_demo(folder: Path) -> Part:
             out_bytes=best.moved_bytes,
         ),
         charts=(_memory(timelines, summary),),
-        tables=(_methods(summary), _second_model(summary.whole), _circumstances(summary)),
+        tables=(_methods(summary), _second_model(summary.whole), circumstances(summary.command, summary.machine)),
     )
     return Part(section=section)
 
@@ -165,9 +165,10 @@ def _second_model(whole: _Whole) -> ReportTable:
     )
 
 
-def _circumstances(summary: _Summary) -> ReportTable:
-    lines = [("command", summary.command)]
-    for name, value in summary.machine.items():
+def circumstances(command: str, machine: Mapping[str, str | int | None]) -> ReportTable:
+    """Return the table of what ran, and where."""
+    lines = [("command", command)]
+    for name, value in machine.items():
         if value is not None:
             is_size = name.endswith("_bytes") and isinstance(value, int)
             lines.append((name.removesuffix("_bytes"), format_bytes(int(value)) if is_size else str(value)))

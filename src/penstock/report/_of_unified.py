@@ -5,23 +5,23 @@ from penstock.report._part import Part, share, table
 from penstock.unified import TieredFeatures
 from penstock.units import format_bytes, format_duration
 
-_TIERS = ("device", "host memory", "disk")
+_TIERS = ("device", "host memory", "page cache", "disk")
 
 
 def part_of_features(features: TieredFeatures) -> Part:
     """Return the part for tiered features: the plan, and the reads so far."""
     plan, counted = features.plan, features.statistics()
-    rows = (len(plan.device_rows), len(plan.host_rows), plan.num_disk_rows)
-    planned = (plan.device_share, plan.host_share, plan.disk_share)
-    served = (counted.device_rows, counted.host_rows, counted.disk_rows)
+    rows = (len(plan.device_rows), len(plan.host_rows), 0, plan.num_disk_rows)
+    planned = (plan.device_share, plan.host_share, 0.0, plan.disk_share)
+    served = (counted.device_rows, counted.host_rows, counted.cached_rows, counted.disk_rows)
     total = sum(served)
     bars = [("rows", [count / max(1, sum(rows)) for count in rows]), ("accesses, planned", list(planned))]
     if total:
         bars.append(("accesses, counted", [count / total for count in served]))
         text = (
-            f"{counted.hit_rate:.1%} of {total:,} rows came from memory; the plan expected "
-            f"{plan.hit_rate:.1%}. The disk read {counted.read_amplification:.2f} bytes for each byte of a row, in "
-            f"{counted.disk_requests:,} requests."
+            f"{counted.hit_rate:.1%} of {total:,} rows were held in memory; the plan expected {plan.hit_rate:.1%}. "
+            f"The system's page cache still had {share(counted.cached_rows, total)}. The disk read "
+            f"{counted.read_amplification:.2f} bytes for each byte of a row, in {counted.disk_requests:,} requests."
         )
     else:
         text = f"No row has been read yet. The plan expects {plan.hit_rate:.1%} of accesses to be served from memory."
@@ -59,7 +59,7 @@ def part_of_features(features: TieredFeatures) -> Part:
                 x_label="share",
                 x_unit="share",
                 groups=tuple(
-                    BarGroup(name=name, colour=hue(colour)) for name, colour in zip(_TIERS, (0, 2, 1), strict=True)
+                    BarGroup(name=name, colour=hue(colour)) for name, colour in zip(_TIERS, (0, 2, 3, 1), strict=True)
                 ),
                 rows=tuple(Row(name=name, bars=_stacked(shares)) for name, shares in bars),
                 end=1.0,

@@ -12,6 +12,7 @@ from penstock.report import (
     _of_fleet,
     _of_offload,
     _of_remat,
+    _of_room,
     _of_tiers,
     _of_training,
     _of_unified,
@@ -56,6 +57,7 @@ def parts_of_folder(folder: Path) -> list[Part]:
     if _saved.is_saved(folder):
         return _saved.load(folder)
     parts = [_of_demo.part_of_demo(folder)] if _of_demo.is_demo(folder) else []
+    parts += [_of_room.part_of_room(folder)] if _of_room.is_room(folder) else []
     for file in sorted((folder / "runs").glob(f"*/{_saved.REPORT_FILE}")):
         parts += _saved.load(file.parent)
     if _of_fleet.is_run_dir(folder):

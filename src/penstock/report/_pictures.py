@@ -48,7 +48,7 @@ def memory_timeline(
     _draw_marks(axes, marks or {})
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
-    axes.legend(frameon=False, loc="upper right")
+    axes.legend(frameon=False, loc="best")
     _save(figure, path)
 
 

@@ -4,6 +4,7 @@ import ctypes
 import errno
 import mmap
 import os
+import time
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import torch
 
 from penstock.errors import TierDegradedWarning, TierReadError
 from penstock.unified._library import address, library
+from penstock.unified._page_cache import PageCache, known_bytes_for
 from penstock.unified._rows import RowType
 from penstock.unified._table import Table
 
@@ -31,10 +33,14 @@ _PYTHON_THREADS = 16
 class ReadReport:
     """The cost of reading a batch of rows."""
 
+    num_cached: int = 0
+    """Number of rows that the page cache held."""
     num_requests: int
     """Number of requests to the disk."""
     read_bytes: int
     """Bytes that these requests read: whole sectors, including gaps between rows."""
+    disk_s: float = 0.0
+    """Seconds until the last of them was answered."""
 
 
 class _CFiles(ctypes.Structure):
@@ -47,24 +53,29 @@ class _CFiles(ctypes.Structure):
         ("gap_bytes", ctypes.c_int64),
         ("most_bytes", ctypes.c_int64),
         ("depth", ctypes.c_int64),
+        ("by_ring", ctypes.c_int64),
     )
 
 
 class _CReport(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_int64) for name in ("num_requests", "bytes", "error", "file", "offset", "size"))
+    _fields_ = tuple(
+        (name, ctypes.c_int64)
+        for name in ("num_cached", "num_faults", "num_requests", "bytes", "disk_ns", "error", "file", "offset", "size")
+    )
 
 
 class RowFiles:
     """Tables of the same layout in one or several files: row ``r`` is row ``r // n`` of file ``r % n``.
 
-    Reads bypass the page cache (``O_DIRECT``) if the file system allows it. Otherwise they use it, and one warning says
-    so.
+    Rows that the page cache holds are copied from it. Reads of all others bypass it (``O_DIRECT``) if the file system
+    allows that; otherwise they use it, and one warning says so. Up to ``depth`` requests are open at once: through
+    io_uring if ``by_ring`` is set and the kernel lets us, else with a thread for each.
     """
 
-    def __init__(self, tables: Sequence[Table], *, direct: bool = True, depth: int = DEPTH):
+    def __init__(self, tables: Sequence[Table], *, direct: bool = True, depth: int = DEPTH, by_ring: bool = True):
         self.tables = list(tables)
         self.num_rows = sum(table.shape[0] for table in tables)
-        self.depth = depth
+        self.depth, self.by_ring = depth, by_ring
         self._descriptors: list[int] = []
         self._closer = weakref.finalize(self, _close, self._descriptors)
         self.align_bytes = 1
@@ -79,6 +90,7 @@ class RowFiles:
                 TierDegradedWarning,
                 stacklevel=6,  # who made the features, behind `checked` and `renamed`
             )
+        self._cache = PageCache.of(self.tables, self._descriptors) if library() is not None else None
 
     def read(self, rows: torch.Tensor, kind: RowType, out: torch.Tensor, positions: torch.Tensor | None) -> ReadReport:
         """Read rows (``int64 [n]``, in range) into ``out`` (contiguous; at ``positions``, ``int64 [n]``).
@@ -95,25 +107,34 @@ class RowFiles:
         files = _CFiles(
             descriptors=descriptors.data_ptr(), num_files=len(descriptors), first_byte=table.first_byte,
             stride_bytes=table.stride_bytes, align_bytes=self.align_bytes, gap_bytes=_GAP_BYTES,
-            most_bytes=MOST_BYTES, depth=self.depth,
+            most_bytes=MOST_BYTES, depth=self.depth, by_ring=self.by_ring,
         )  # fmt: skip
-        # its threads live for one call, so that none is missing after a fork; io_uring is blocked in many containers
+        cache = self._cache.usable(len(rows) * kind.row_bytes) if self._cache is not None else None
+        # its threads and its ring live for one call, so that none is missing after a fork
         compiled.penstock_read_rows(
-            ctypes.byref(files), self.num_rows, address(rows), address(positions), len(rows),
-            ctypes.byref(kind.into(out)), ctypes.byref(report),
+            ctypes.byref(files), None if cache is None else ctypes.byref(cache), self.num_rows, address(rows),
+            address(positions), len(rows), ctypes.byref(kind.into(out)), ctypes.byref(report),
         )  # fmt: skip
         if report.error:
             raise _read_error(self.tables[report.file], report.offset, report.size, report.error)
-        return ReadReport(num_requests=report.num_requests, read_bytes=report.bytes)
+        if self._cache is not None:
+            self._cache.learn(report.num_cached, report.num_faults)
+        return ReadReport(
+            num_cached=report.num_cached, num_requests=report.num_requests, read_bytes=report.bytes,
+            disk_s=report.disk_ns / 1e9,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Close the files; nobody may be reading them. May be called again."""
+        if self._cache is not None:
+            self._cache.close()
         self._closer()
 
     def _read_by_python(
         self, rows: torch.Tensor, kind: RowType, out: torch.Tensor, positions: torch.Tensor | None
     ) -> ReadReport:
         """Read with one buffered request per row, from a few threads."""
+        start_s = time.perf_counter()
         distinct, inverse = rows.unique(return_inverse=True)
         raw = torch.empty(len(distinct), kind.row_bytes, dtype=torch.uint8, device="cpu")
         view = memoryview(raw.numpy()).cast("B")  # type: ignore[arg-type]
@@ -132,12 +153,14 @@ class RowFiles:
             out.view(-1, *kind.shape).copy_(converted)
         else:
             out.view(-1, *kind.shape)[positions] = converted
-        return ReadReport(num_requests=len(distinct), read_bytes=len(distinct) * size)
+        return ReadReport(
+            num_requests=len(distinct), read_bytes=len(distinct) * size, disk_s=time.perf_counter() - start_s
+        )
 
 
-def buffer_bytes_for(stride_bytes: int) -> int:
-    """Return the most memory that a batch of reads takes in addition to the rows."""
-    return DEPTH * (max(MOST_BYTES, stride_bytes) + 2 * _PAGE_BYTES)
+def buffer_bytes_for(stride_bytes: int, num_rows: int) -> int:
+    """Return the most memory that reading rows of files takes in addition to the rows."""
+    return DEPTH * (max(MOST_BYTES, stride_bytes) + 2 * _PAGE_BYTES) + known_bytes_for(num_rows * stride_bytes)
 
 
 def _open(table: Table, direct: bool) -> tuple[int, int]:

@@ -68,7 +68,7 @@ class Drawer:
 
 def draw(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, replace: bool) -> EdgeDraws:
     """Draw on the CPU's cores."""
-    compiled = library()
+    compiled = library("sampling")
     if compiled is None:
         return draw_by_torch(graph, nodes, fanout, seed, replace=replace)
     offsets = torch.empty(len(nodes) + 1, dtype=torch.int64, device="cpu")
@@ -148,7 +148,7 @@ def mixed(number: int, hop: int) -> int:
 
 def numbering_for(device: torch.device) -> "Numbering | SortedNumbering":
     """Return an empty numbering for nodes on ``device``."""
-    return Numbering() if device.type == "cpu" and library() is not None else SortedNumbering(device)
+    return Numbering() if device.type == "cpu" and library("sampling") is not None else SortedNumbering(device)
 
 
 class Numbering:
@@ -184,7 +184,7 @@ class Numbering:
         self._relabel(old, None, 0)
 
     def _relabel(self, ids: torch.Tensor, places: torch.Tensor | None, first: int) -> int:
-        compiled = library()
+        compiled = library("sampling")
         assert compiled is not None
         return int(
             compiled.penstock_relabel(

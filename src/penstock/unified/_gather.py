@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from penstock.unified._memory import Memory
-from penstock.unified._rows import RowType, as_index, check_range, gather, is_plain_table, out_of_range
+from penstock.unified._rows import RowType, as_index, check_range, gather, is_plain_table, out_of_range, read_rows
 
 _LINE_BYTES = 128
 _TILE_NUMBERS = 4096
@@ -56,10 +56,14 @@ def gather_rows(
         return rows
     if memory is not None:
         memory.order.before_host(writes=False)
-    out = kind.empty(*index.shape)
-    flat = as_index(index)
+    if not sort and is_plain_table(table):
+        out = read_rows(table, index, kind, wraps=wraps)
+        return out if device is None else out.to(device)
+    out, flat = kind.empty(*index.shape), as_index(index)
     if is_plain_table(table):
-        _by_cpu(table, flat, kind, out, wraps=wraps, sort=sort)
+        check_range(flat, len(table), wraps=wraps)  # with the position in the original index
+        order = flat.argsort()
+        gather(table, flat[order], kind, out, order, wraps=wraps)
     else:  # rows are not contiguous
         out.copy_(kind.convert(table.index_select(0, check_range(flat, len(table), wraps=wraps))).view(out.shape))
     return out if device is None else out.to(device)
@@ -175,17 +179,6 @@ def _on_device(
         flat, positions = in_order(table, flat, None, kind, sort)
         start_gather(table, flat, positions, out, flags.bad, kind, wraps=wraps)
         return out
-
-
-def _by_cpu(
-    table: torch.Tensor, flat: torch.Tensor, kind: RowType, out: torch.Tensor, *, wraps: bool, sort: bool | None
-) -> None:
-    if not sort:
-        gather(table, flat, kind, out, wraps=wraps)
-        return
-    check_range(flat, len(table), wraps=wraps)  # with the position in the original index
-    order = flat.argsort()
-    gather(table, flat[order], kind, out, order, wraps=wraps)
 
 
 def _in_words(table: torch.Tensor, out: torch.Tensor, kind: RowType) -> tuple[torch.Tensor, torch.Tensor, int]:

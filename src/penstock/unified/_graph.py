@@ -202,7 +202,7 @@ def _by_target(
         starts = torch.zeros(num_nodes + 1, dtype=torch.int64, device="cpu")
         torch.cumsum(torch.bincount(targets, minlength=num_nodes), 0, out=starts[1:])
         return starts, sources.to(_type_for(num_sources)).clone(), None
-    compiled = library()
+    compiled = library("sampling")
     if compiled is None:
         order = targets.argsort(stable=True)
         starts = torch.zeros(num_nodes + 1, dtype=torch.int64, device="cpu")

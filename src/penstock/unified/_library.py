@@ -14,35 +14,40 @@ _PROCESS = os.getpid()
 _SERIAL_BYTES = 256 * 1024
 """Size below which a copy on one thread is faster than waking the others."""
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
-_SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "penstock_gather": (
-        _NUMBER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _POINTER, _POINTER, _NUMBER, _POINTER, _NUMBER,
-    ),
-    "penstock_split": (
-        _NUMBER, _POINTER, _NUMBER, _NUMBER, _POINTER, _NUMBER, _POINTER, _POINTER, _POINTER, _POINTER,
-    ),
-    "penstock_read_rows": (None, _POINTER, _NUMBER, _POINTER, _POINTER, _NUMBER, _POINTER, _POINTER),
-    "penstock_sample_offsets": (_NUMBER, _POINTER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _POINTER),
-    "penstock_sample": (
-        None, _POINTER, _POINTER, _NUMBER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _POINTER, _POINTER, _POINTER, _NUMBER,
-    ),
-    "penstock_relabel": (
-        _NUMBER, _POINTER, _POINTER, _NUMBER, _POINTER, _NUMBER, _POINTER, _POINTER, _NUMBER,
-    ),
-    "penstock_by_target": (
-        _NUMBER, _POINTER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _POINTER, _POINTER, _POINTER,
-    ),
+_SIGNATURES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "unified": {
+        "penstock_gather": (
+            _NUMBER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _POINTER, _POINTER, _NUMBER, _POINTER, _NUMBER,
+        ),
+        "penstock_split": (
+            _NUMBER, _POINTER, _NUMBER, _NUMBER, _POINTER, _NUMBER, _POINTER, _POINTER, _POINTER, _POINTER,
+        ),
+        "penstock_read_rows": (None, _POINTER, _POINTER, _NUMBER, _POINTER, _POINTER, _NUMBER, _POINTER, _POINTER),
+    },
+    "sampling": {
+        "penstock_sample_offsets": (_NUMBER, _POINTER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _POINTER),
+        "penstock_sample": (
+            None, _POINTER, _POINTER, _NUMBER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _POINTER, _POINTER, _POINTER,
+            _NUMBER,
+        ),
+        "penstock_relabel": (
+            _NUMBER, _POINTER, _POINTER, _NUMBER, _POINTER, _NUMBER, _POINTER, _POINTER, _NUMBER,
+        ),
+        "penstock_by_target": (
+            _NUMBER, _POINTER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _POINTER, _POINTER, _POINTER,
+        ),
+    },
 }  # fmt: skip
-"""Result and argument types, as in the C source."""
+"""Result and argument types, as in the C sources."""
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """Return the library of ``native/unified.c``; ``None`` on a machine without a compiler."""
-    compiled = native.load("unified", openmp=True)
+def library(name: str = "unified") -> ctypes.CDLL | None:
+    """Return the library of ``native/<name>.c``: "unified" or "sampling"; ``None`` on a machine without a compiler."""
+    compiled = native.load(name, openmp=True)
     if compiled is not None:
-        for name, (result, *arguments) in _SIGNATURES.items():
-            function = getattr(compiled, name)
+        for function_name, (result, *arguments) in _SIGNATURES[name].items():
+            function = getattr(compiled, function_name)
             function.restype, function.argtypes = result, arguments
     return compiled
 

@@ -27,7 +27,7 @@ def rows_read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 
 def is_row_numbers(index: torch.Tensor) -> bool:
     """Return whether the type and the device are those of row numbers that our kernels take."""
-    return index.dtype in (torch.int64, torch.int32) and index.device.type in ("cpu", "cuda")
+    return index.dtype in (torch.int64, torch.int32) and (index.is_cpu or index.is_cuda)
 
 
 def is_view(func: Any) -> bool:

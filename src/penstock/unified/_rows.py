@@ -13,6 +13,10 @@ _KINDS = {torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 """Stored types that are widened to float32, with the C library's number for each; 0 means copy."""
 
 
+FEW_ROWS = 32_768
+"""Number of rows up to which PyTorch's own kernel is as fast as ours, and sooner called."""
+
+
 class CResult(ctypes.Structure):
     """The ``Result`` struct of native/unified.c."""
 
@@ -108,9 +112,27 @@ def is_plain_table(table: torch.Tensor) -> bool:
 
 def as_index(index: torch.Tensor) -> torch.Tensor:
     """Return row numbers as a contiguous ``int64`` vector in host memory."""
-    if index.dim() == 1 and index.dtype is torch.int64 and index.device.type == "cpu" and index.is_contiguous():
+    if index.dim() == 1 and index.dtype is torch.int64 and index.is_cpu and index.is_contiguous():
         return index  # the usual case, without four calls of PyTorch
     return index.detach().to(device="cpu", dtype=torch.int64).contiguous().view(-1)
+
+
+def read_rows(table: torch.Tensor, index: torch.Tensor, kind: RowType, *, wraps: bool = True) -> torch.Tensor:
+    """Return rows ``index`` (``int64`` or ``int32``, of any shape) of a plain table. Raises as ``gather`` does."""
+    if (
+        type(table) is torch.Tensor
+        and kind.stored is kind.dtype
+        and index.dim() == 1
+        and index.is_cpu
+        and index.numel() <= FEW_ROWS
+    ):
+        try:
+            return table.index_select(0, index)
+        except (IndexError, RuntimeError):  # negative rows, or such as do not exist
+            pass
+    out = kind.empty(*index.shape)
+    gather(table, as_index(index), kind, out, wraps=wraps)
+    return out
 
 
 def gather(

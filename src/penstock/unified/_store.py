@@ -1,6 +1,5 @@
 """The rows of a table on the device, in host memory and on the disk, and how a mini-batch of them is read."""
 
-import time
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,7 @@ from penstock.unified._gather import gather_rows, has_triton, in_order, start_ga
 from penstock.unified._library import address, library
 from penstock.unified._memory import InPlace, Memory
 from penstock.unified._readers import Readers
-from penstock.unified._rows import RowType, as_index, check_range, gather, out_of_range
+from penstock.unified._rows import RowType, as_index, check_range, gather, out_of_range, read_rows
 from penstock.units import format_fields
 
 
@@ -23,6 +22,8 @@ class FeatureStatistics:
     """Rows that came from the device."""
     host_rows: int = 0
     """Rows that came from host memory."""
+    cached_rows: int = 0
+    """Rows that lay on the disk, but that the system still had in its page cache."""
     disk_rows: int = 0
     """Rows that came from the disk."""
     disk_requests: int = 0
@@ -36,9 +37,10 @@ class FeatureStatistics:
 
     @property
     def hit_rate(self) -> float:
-        """Share of rows that needed no disk; 1 if none were read."""
-        total = self.device_rows + self.host_rows + self.disk_rows
-        return 1 - self.disk_rows / total if total else 1.0
+        """Share of rows that were held on the device or in host memory, as planned; 1 if none were read."""
+        held = self.device_rows + self.host_rows
+        total = held + self.cached_rows + self.disk_rows
+        return held / total if total else 1.0
 
     @property
     def read_amplification(self) -> float:
@@ -105,12 +107,12 @@ class RowStore:
     def _read_by_cpu(self, index: torch.Tensor) -> torch.Tensor:
         held = self.held
         held.host.before(None, writes=False)
+        if held.places is None:
+            rows = read_rows(held.host.plain, index, self.kind)
+            self.counts.add(host_rows=index.numel())
+            return rows
         flat = as_index(index)
         out = self.kind.empty(*index.shape)
-        if held.places is None:
-            gather(held.host.plain, flat, self.kind, out)
-            self.counts.add(host_rows=len(flat))
-            return out
         (slots, positions), counts = split(held.places, 0, flat)
         num_host = counts[1]
         self._read_cold(slots[num_host:], out, positions[num_host:])
@@ -160,11 +162,11 @@ class RowStore:
         if not len(rows):
             return
         assert self.files is not None
-        start_s = time.perf_counter()
         report = self.files.read(rows, self.kind, out, positions)
+        num_rows = len(rows) - report.num_cached
         self.counts.add(
-            disk_rows=len(rows), disk_requests=report.num_requests, disk_read_bytes=report.read_bytes,
-            disk_row_bytes=len(rows) * self.kind.row_bytes, disk_s=time.perf_counter() - start_s,
+            cached_rows=report.num_cached, disk_rows=num_rows, disk_requests=report.num_requests,
+            disk_read_bytes=report.read_bytes, disk_row_bytes=num_rows * self.kind.row_bytes, disk_s=report.disk_s,
         )  # fmt: skip
 
 

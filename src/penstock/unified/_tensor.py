@@ -23,7 +23,7 @@ from penstock.unified._gather import gather_rows
 from penstock.unified._memory import InPlace, Memory, exact
 from penstock.unified._operators import aten, is_row_numbers, is_view, out_ids, rows_read, written_ids
 from penstock.unified._placement import Preference, operand_of, place
-from penstock.unified._rows import RowType
+from penstock.unified._rows import FEW_ROWS, RowType, is_plain_table
 from penstock.units import format_bytes
 
 _LIKE: dict[Any, Callable[..., Any]] = {
@@ -42,6 +42,7 @@ class UnifiedTensor(torch.Tensor):
     kind: RowType
     """The type of a row."""
     _prefer: Preference
+    _is_plain: bool
 
     @staticmethod
     def __new__(cls, host: torch.Tensor, memory: Memory, prefer: Preference) -> "UnifiedTensor":
@@ -50,17 +51,28 @@ class UnifiedTensor(torch.Tensor):
         self: UnifiedTensor = torch.Tensor._make_subclass(cls, host.detach(), host.requires_grad)
         self.in_place, self._prefer = InPlace(host.detach(), memory), prefer
         self.kind = RowType(tuple(host.shape[1:]), host.dtype, host.dtype)
+        self._is_plain = is_plain_table(self.in_place.plain)
         return self
 
     def __getitem__(self, index: Any) -> Any:
         """Index like a tensor. Row numbers take a shortcut that bypasses PyTorch's dispatcher."""
-        if (
-            type(index) is torch.Tensor
-            and is_row_numbers(index)
-            and index.dim()
-            and self.in_place.plain.dim()
-            and not torch.compiler.is_compiling()
+        if type(index) is not torch.Tensor or torch.compiler.is_compiling():
+            return super().__getitem__(index)
+        if (  # a few rows: they come in as little time as our own calls take
+            index.is_cpu
+            and index.dim() == 1
+            and index.dtype is torch.int64
+            and index.numel() <= FEW_ROWS
+            and self._is_plain
+            and not (torch.is_grad_enabled() and _trains(self))
         ):
+            in_place = self.in_place
+            in_place.memory.order.before_host(writes=False)
+            try:
+                return in_place.plain.index_select(0, index)
+            except (IndexError, RuntimeError):  # negative rows, or such as do not exist
+                pass
+        if is_row_numbers(index) and index.dim() and self.in_place.plain.dim():
             return _read(self, index)
         return super().__getitem__(index)
 
@@ -181,13 +193,18 @@ def _read(
     table: UnifiedTensor, index: torch.Tensor, padding: int | None = None, *, is_sparse: bool = False
 ) -> torch.Tensor:
     """Return rows by number, with a gradient if one is needed."""
-    if table.requires_grad and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and _trains(table):
         return _Gathered.apply(table, index, padding, is_sparse)  # type: ignore[no-untyped-call, no-any-return]
     return _gathered(table, index)
 
 
+def _trains(table: UnifiedTensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():  # else the question takes longer than some rows
+        return table.requires_grad
+
+
 def _gathered(table: UnifiedTensor, index: torch.Tensor) -> torch.Tensor:
-    device = None if index.device.type == "cpu" else _where([index], [table])  # CPU indexes decide
+    device = None if index.is_cpu else _where([index], [table])  # CPU indexes decide
     return gather_rows(table.in_place.plain, index, device, table.in_place.memory, table.kind)
 
 

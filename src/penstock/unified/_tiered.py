@@ -92,7 +92,9 @@ class TieredFeatures(torch.Tensor):
         share = share_host(
             None if host is None else parse_bytes(host), num_rows=num_rows, row_bytes=kind.row_bytes,
             device_bytes=device_bytes, in_flight=None if in_flight is None else parse_bytes(in_flight),
-            buffer_bytes=buffer_bytes_for(rows.table.stride_bytes if rows.table else stride_for(kind.row_bytes)),
+            buffer_bytes=buffer_bytes_for(
+                rows.table.stride_bytes if rows.table else stride_for(kind.row_bytes), num_rows
+            ),
         )  # fmt: skip
         if share.needs_disk and rows.table is None and disk is None:
             raise BudgetError(
