@@ -2,7 +2,11 @@
 
 import collections
 import copy
+import functools
 import gc
+import random
+import statistics
+import types
 
 import pytest
 import torch
@@ -10,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 import penstock
-from penstock.advisor import Option, _trial, choose
+from penstock.advisor import Option, _trial, _ways, choose
 from penstock.advisor._ways import blocks_of, checkpointed
 from penstock.errors import PenstockError
 from penstock.probe import peak_bytes
@@ -360,3 +364,41 @@ def test_a_state_that_does_not_fit_is_trained_out_of_it(tmp_path):
     exec(code, names)
     for left, right in zip(twin.parameters(), model.parameters(), strict=True):
         assert torch.equal(left, right)
+
+
+def test_what_cannot_win_is_not_timed_again(monkeypatch):
+    monkeypatch.setattr(_trial, "LONG_ROUND_S", 0.0)
+    durations = {"plain": 1.0, "quick": 1.1, "close": 1.2, "slow": 2.0}
+    calls = collections.Counter()
+
+    def timed(own, rounds, refused=()):
+        def run(name):
+            calls[name] += 1
+
+        calls.clear()
+        running = {name: _ways.Running(step=functools.partial(run, name)) for name in own}
+        trials = {name: _trial.Trial(reason="above" if name in refused else "") for name in own}
+        monkeypatch.setattr(
+            _trial, "in_rounds", lambda ways, **_: {name: [(way(), durations[name])[1]] for name, way in ways.items()}
+        )
+        workload = types.SimpleNamespace(device="cpu")
+        seconds = _trial._in_turn(workload, running, rounds, trials, lambda done: None)
+        assert seconds == {name: [durations[name]] * calls[name] for name in own}
+        return dict(calls)
+
+    assert timed(["plain", "quick", "close", "slow"], 5, {"plain"}) == {"plain": 3, "quick": 3, "close": 3, "slow": 1}
+    assert timed(["plain", "quick"], 5) == {"plain": 3, "quick": 3}  # neither can change places any more
+    assert timed(["plain", "slow"], 5, {"plain"}) == {"plain": 1, "slow": 1}
+    monkeypatch.setattr(_trial, "LONG_ROUND_S", 100.0)
+    assert timed(["plain", "slow"], 5, {"plain"}) == {"plain": 5, "slow": 5}
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3, 4, 5])
+def test_the_best_is_the_best_of_all_rounds(rounds):
+    """Whatever the rounds are that were saved, once half of them are over."""
+    choose = random.Random(rounds)
+    for _ in range(2000):
+        first, second = ([choose.uniform(1, 1.4) for _ in range(rounds)] for _ in range(2))
+        for done in range(1, rounds + 1):
+            if _trial.cannot_win(first[:done], second[:done], rounds):
+                assert statistics.median(first) > statistics.median(second)

@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+import torch
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from problems import chain, keep_all_bytes, problems, random_problem
 
 from penstock.errors import BudgetError, InternalError
-from penstock.remat import Decision, RematProblem, _space, pareto, plan, smallest_budget_bytes, verify
+from penstock.remat import Decision, RematProblem, _refine, _space, pareto, plan, smallest_budget_bytes, verify
 from penstock.remat._simulate import FlatProblem, simulate
 from penstock.remat._verify import live_bytes
 
@@ -52,6 +53,43 @@ def test_more_bytes_never_cost_more_time(problem):
     assert [result is None for result in plans] == sorted((result is None for result in plans), reverse=True)
     assert plans[-1] is not None
     assert plans[-1].extra_s == 0
+
+
+@given(problems, st.integers(0, 2**32))
+@many
+def test_to_hold_longer_what_runs_once_saves_nothing(problem, seed):
+    """Which is why such decisions are not tried."""
+    choose, space = np.random.default_rng(seed), _space.Space.of(problem, "hybrid")
+    decisions = np.zeros(len(problem.storages), dtype=np.uint8)
+    for group, choices in space.groups():
+        decisions[group] = choose.choice(choices)
+    before = simulate(space.graph, decisions)
+    assume(before is not None)
+    extra_s, again = before.extra_s, np.bincount(before.slots[problem.num_forward :], minlength=len(problem.operators))
+    for group, choices in space.groups():
+        now = decisions[group[0]]
+        if not set(_space.RECOMPUTE) <= set(choices) or now not in _space.RECOMPUTE:
+            continue
+        if again[space.graph.producers[group[0]]] <= 1:
+            for longer in _space.RECOMPUTE[: _space.RECOMPUTE.index(Decision(now))]:
+                changed = decisions.copy()
+                changed[group] = longer
+                assert simulate(space.graph, changed).extra_s == extra_s
+
+
+@pytest.mark.parametrize("method", ["recompute", "hybrid"])
+def test_threads_find_the_same_plans(monkeypatch, method):
+    monkeypatch.setattr(_refine, "_LARGE_GRAPH", 0)
+    num_threads = torch.get_num_threads()
+    for seed in range(20):
+        problem = random_problem(seed, num_forward=12)
+        budgets = [problem.static_bytes + part * keep_all_bytes(problem) // 8 for part in range(2, 8)]
+        found = []
+        for number in (1, 4):
+            torch.set_num_threads(number)
+            found.append(pareto(problem, budgets, method=method))
+        torch.set_num_threads(num_threads)
+        assert found[0] == found[1]
 
 
 @given(problems)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from penstock.arguments import checked
 from penstock.units import format_bytes
 
-_AS_FAST = 1.03
+AS_FAST = 1.03
 """Factor within which options count as equally fast, since measurements are not more precise than that."""
 _SIMPLEST = ("plain", "checkpoint", "offload", "remat", "training")
 
@@ -106,7 +106,7 @@ def choose(options: Sequence[Option]) -> Option | None:
         return None
     known = [option for option in taken if option.ratio is not None] or taken
     fastest = min(option.ratio or 0.0 for option in known)
-    as_fast = [option for option in known if (option.ratio or 0.0) <= _AS_FAST * fastest]
+    as_fast = [option for option in known if (option.ratio or 0.0) <= AS_FAST * fastest]
     return min(as_fast, key=_effort)
 
 

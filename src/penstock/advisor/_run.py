@@ -58,7 +58,8 @@ def advise(
         optimizer: its state is counted, even before its first step.
         host: bytes of host memory to move to (CUDA).
         disk: directory on an SSD to move to, or several.
-        rounds: how often each option is timed.
+        rounds: how often each option is timed. If a round takes more than ten seconds, options that cannot become the
+            best are left out of the next ones.
         progress: called with what is being done, how much of it is done, and how much there is.
 
     Parameters, gradients, buffers and random numbers are left as they were. Raises ``ValueError`` if the step has no

@@ -3,10 +3,12 @@
 import contextlib
 import functools
 import gc
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from penstock.advisor._advice import AS_FAST
 from penstock.advisor._ways import Limits, Running, Way, quiet
 from penstock.advisor._workload import Workload
 from penstock.devices import backend_of
@@ -15,6 +17,10 @@ from penstock.units import format_bytes
 
 LEAST_S = 0.5
 """Seconds below which a step is run several times in its turn."""
+LONG_ROUND_S = 10.0
+"""Seconds of a round from which options are left out of the next one."""
+_SURELY = 1.5
+"""Ratio of times in all rounds so far from which an option is taken for slower."""
 Progress = Callable[[str, int, int], None]
 """A function that is told what is being done, how much of it is done, and how much there is."""
 
@@ -101,7 +107,11 @@ def _in_turn(
     trials: dict[str, Trial],
     tell: Callable[[int], None],
 ) -> dict[str, list[float]]:
-    """Return the step times of the options that run to the end; an option that raises is given up."""
+    """Return the step times of the options that run to the end; an option that raises is given up.
+
+    If a round takes long, an option that cannot become the best is not timed any more, and nothing is once one option
+    is left.
+    """
 
     def step(name: str) -> None:
         if trials[name].step_failed:
@@ -111,16 +121,47 @@ def _in_turn(
         except Exception as error:  # such as too little memory, or a budget that is exceeded after all
             trials[name] = replace(trials[name], reason=first_line(error), step_failed=True)
 
-    def told(number: int) -> None:
-        if number < rounds:
-            tell(number * len(running))
+    seconds: dict[str, list[float]] = {name: [] for name in running}
+    left = list(running)
+    for number in range(rounds):
+        if not left:
+            break
+        tell(number * len(running))
+        order = left[number % len(left) :] + left[: number % len(left)]  # which comes first changes
+        ways = {name: functools.partial(step, name) for name in order}
+        for name, (taken_s,) in in_rounds(ways, rounds=1, device=str(workload.device), least_s=LEAST_S).items():
+            seconds[name].append(taken_s)
+        left = [name for name in left if not trials[name].step_failed]
+        if sum(taken[-1] for taken in seconds.values()) < LONG_ROUND_S:
+            continue
+        times = {name: _beside(seconds[name], seconds.get("plain")) for name in left if not trials[name].reason}
+        best = min(times, key=lambda name: median(times[name]), default="")
+        lost = {name for name in times if name != best and cannot_win(times[name], times[best], rounds)}
+        left = [
+            name for name in left if name not in lost or name == "plain"
+        ]  # plain's time is what others are given in
+        if len(times) - len(lost) <= 1:
+            break
+    return {name: taken for name, taken in seconds.items() if not trials[name].step_failed}
 
-    tell(0)
-    ways = {name: functools.partial(step, name) for name in running}
-    seconds = in_rounds(ways, rounds=rounds, device=str(workload.device), least_s=LEAST_S, after_round=told)
-    return {name: measured for name, measured in seconds.items() if not trials[name].step_failed}
+
+def cannot_win(own: Sequence[float], best: Sequence[float], rounds: int) -> bool:
+    """Return whether the median of ``own`` exceeds that of ``best`` after all ``rounds``, whatever is still to come.
+
+    Before half of the rounds are over, nothing is certain in that sense; then differences count that are larger than
+    those between the steps of one option.
+    """
+    to_come = rounds - len(own)
+    least = sorted([0.0] * to_come + list(own))[(rounds - 1) // 2]
+    most = sorted(list(best) + [math.inf] * to_come)[rounds // 2]
+    return least > AS_FAST * most or min(own) > _SURELY * max(best)
+
+
+def _beside(own: Sequence[float], plain: Sequence[float] | None) -> list[float]:
+    """Return an option's times in units of plain's in the same round, if plain is timed."""
+    return list(own) if plain is None else [own_s / plain_s for own_s, plain_s in zip(own, plain, strict=False)]
 
 
 def _timed(trial: Trial, seconds: list[float], plain: list[float] | None) -> Trial:
-    ratio = median(own_s / plain_s for own_s, plain_s in zip(seconds, plain, strict=True)) if plain else None
+    ratio = median(_beside(seconds, plain)) if plain else None
     return replace(trial, ratio=ratio, step_s=median(seconds))

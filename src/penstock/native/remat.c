@@ -16,6 +16,8 @@ typedef struct {
     const double *durations_s;
     const int64_t *workspaces, *sizes;
     const int32_t *producers, *last_forward;
+    const int32_t *births, *uses; /* slots when forward has run, which no decision changes; -1 for backward's */
+    const int32_t *last_needs;    /* the last operator of backward that reads a storage of forward; -1: none */
     const int32_t *input_starts, *input_ids, *output_starts, *output_ids, *need_starts, *need_ids;
     const uint8_t *is_output;
     double step_s, out_bandwidth, back_bandwidth;
@@ -32,16 +34,11 @@ typedef struct {
     const Graph *graph;
     const uint8_t *decisions;
     int32_t *slots, *births, *uses, *next_need, *last_user, *found, *stack, *first_uses;
-    uint8_t *is_here, *is_found;
+    uint8_t *is_here, *is_found, *stays; /* stays: it exists all the time, or comes back by itself */
     int64_t *live;
     double *times_s, *left_s;
     int32_t num_slots, capacity;
 } Play;
-
-static int stays(const Play *play, int32_t storage) {
-    uint8_t decision = play->decisions[storage];
-    return play->graph->is_output[storage] || decision == KEEP || decision == SWAP;
-}
 
 static void hold(Play *play, int32_t first, int32_t last, int64_t size_bytes) {
     play->live[first] += size_bytes;
@@ -56,16 +53,22 @@ static void run(Play *play, int32_t operator) {
         play->uses[graph->input_ids[at]] = slot;
 }
 
-static void forward(Play *play, int32_t index) {
+/* Forward runs as it is; what does not stay is dropped after its last use there. */
+static void forward(Play *play) {
     const Graph *graph = play->graph;
-    int32_t slot = play->num_slots;
-    run(play, index);
-    for (int32_t at = graph->output_starts[index]; at < graph->output_starts[index + 1]; at++) {
-        int32_t storage = graph->output_ids[at];
-        play->births[storage] = play->uses[storage] = slot;
-        play->is_here[storage] = (uint8_t)stays(play, storage);
-        if (!play->is_here[storage])
-            hold(play, slot, graph->last_forward[storage], graph->sizes[storage]);
+    for (int32_t index = 0; index < graph->num_forward; index++)
+        play->slots[index] = index;
+    play->num_slots = graph->num_forward;
+    memcpy(play->births, graph->births, sizeof *play->births * (size_t)graph->num_storages);
+    memcpy(play->uses, graph->uses, sizeof *play->uses * (size_t)graph->num_storages);
+    for (int32_t storage = 0; storage < graph->num_storages; storage++) {
+        const uint8_t decision = play->decisions[storage];
+        play->stays[storage] = graph->is_output[storage] || decision == KEEP || decision == SWAP;
+        if (graph->births[storage] < 0)
+            continue;
+        play->is_here[storage] = play->stays[storage];
+        if (!play->stays[storage])
+            hold(play, graph->births[storage], graph->last_forward[storage], graph->sizes[storage]);
     }
 }
 
@@ -95,7 +98,8 @@ static int32_t closure(Play *play, int32_t index) {
     }
     for (int32_t place = 0; place < count; place++)
         play->is_found[play->found[place]] = 0;
-    qsort(play->found, (size_t)count, sizeof *play->found, ascending);
+    if (count > 1)
+        qsort(play->found, (size_t)count, sizeof *play->found, ascending);
     return count;
 }
 
@@ -114,8 +118,7 @@ static int32_t gap(const Play *play, int32_t storage) {
 
 static int is_held(Play *play, int32_t storage, int32_t index) {
     const Graph *graph = play->graph;
-    int32_t count = graph->need_starts[storage + 1] - graph->need_starts[storage];
-    if (!count || graph->need_ids[graph->need_starts[storage + 1] - 1] < index)
+    if (graph->last_needs[storage] < index)
         return 0;
     if (play->decisions[storage] == RECOMPUTE)
         return 1;
@@ -126,9 +129,9 @@ static void drop(Play *play, int32_t index, int32_t slot) {
     const Graph *graph = play->graph;
     for (int32_t at = graph->input_starts[index]; at < graph->input_starts[index + 1]; at++) {
         int32_t storage = graph->input_ids[at];
-        if (graph->producers[storage] >= graph->num_forward || stays(play, storage))
+        if (graph->producers[storage] >= graph->num_forward || play->stays[storage])
             continue;
-        if (graph->need_ids[graph->need_starts[storage + 1] - 1] > index) {
+        if (graph->last_needs[storage] > index) {
             if (play->decisions[storage] == RECOMPUTE)
                 continue;
             if (advance(play, storage, index + 1) - index <= gap(play, storage))
@@ -157,7 +160,7 @@ static int backward(Play *play, int32_t index) {
         run(play, operator);
         for (int32_t at = graph->output_starts[operator]; at < graph->output_starts[operator + 1]; at++) {
             int32_t storage = graph->output_ids[at];
-            if (play->is_here[storage] && stays(play, storage)) {
+            if (play->is_here[storage] && play->stays[storage]) {
                 hold(play, slot, slot, graph->sizes[storage]); /* goes at once */
             } else if (play->is_here[storage]) { /* takes the place of the one before */
                 int32_t birth = play->births[storage], last = play->uses[storage];
@@ -210,6 +213,9 @@ static int by_key(const void *left, const void *right) {
 
 static int lanes(Play *play, int32_t *gone, int32_t *fetch, double *stall_s) {
     const Graph *graph = play->graph;
+    *stall_s = 0.0;
+    if (!memchr(play->decisions, SWAP, (size_t)graph->num_storages))
+        return DONE;
     Keyed *swapped = malloc(sizeof *swapped * (size_t)(graph->num_storages + 1));
     int32_t count = 0;
     if (!swapped)
@@ -234,7 +240,6 @@ static int lanes(Play *play, int32_t *gone, int32_t *fetch, double *stall_s) {
     }
     qsort(swapped, (size_t)count, sizeof *swapped, by_key);
     double lane_s = INFINITY, earliest_s = play->times_s[graph->num_forward];
-    *stall_s = 0.0;
     for (int32_t at = 0; at < count; at++) {
         int32_t storage = swapped[at].storage, need = play->first_uses[storage];
         double start_s = fmin(play->times_s[need], lane_s) - (double)graph->sizes[storage] / graph->back_bandwidth;
@@ -284,7 +289,7 @@ int penstock_simulate(const Graph *graph, const uint8_t *decisions, int32_t capa
     size_t most = (size_t)capacity + operators, stack = (size_t)graph->input_starts[graph->num_operators] + 1;
     int32_t *memory = malloc(sizeof *memory * (5 * storages + operators + stack));
     double *doubles = malloc(sizeof *doubles * (most + 1 + storages));
-    uint8_t *bytes = calloc(storages + operators, 1);
+    uint8_t *bytes = calloc(2 * storages + operators, 1);
     int outcome = NO_MEMORY;
     if (memory && doubles && bytes) {
         Play play = {.graph = graph, .decisions = decisions, .slots = slots, .live = live, .capacity = capacity};
@@ -299,19 +304,17 @@ int penstock_simulate(const Graph *graph, const uint8_t *decisions, int32_t capa
         play.left_s = doubles;
         play.times_s = doubles + storages;
         play.is_here = bytes;
-        play.is_found = bytes + storages;
+        play.stays = bytes + storages;
+        play.is_found = bytes + 2 * storages;
         memset(memory, -1, sizeof(int32_t) * 5 * storages);
         memset(play.next_need, 0, sizeof(int32_t) * storages);
         memset(live, 0, sizeof(int64_t) * ((size_t)graph->num_forward + 1));
         memset(gone, -1, sizeof(int32_t) * (size_t)graph->num_storages);
         memset(fetch, -1, sizeof(int32_t) * (size_t)graph->num_storages);
         outcome = DONE;
-        for (int32_t index = 0; index < graph->num_operators && outcome == DONE; index++) {
-            if (index < graph->num_forward)
-                forward(&play, index);
-            else
-                outcome = backward(&play, index);
-        }
+        forward(&play);
+        for (int32_t index = graph->num_forward; index < graph->num_operators && outcome == DONE; index++)
+            outcome = backward(&play, index);
         if (outcome == DONE) {
             play.times_s[0] = 0.0;
             for (int32_t slot = 0; slot < play.num_slots; slot++)

@@ -26,6 +26,7 @@
 enum { AHEAD = 16, MOST_BYTES_AHEAD = 512, STACK_BYTES = 256 * 1024, PAGE_BYTES = 4096 };
 enum { GROUP = 32 /* pages asked about at once */, CACHED_FOR_MS = 1000, ABSENT_FOR_MS = 8000 };
 enum { MANY_ABSENT = 1024, ASK_EVERY = 16 };
+enum { RING_DEPTHS = 4 };
 enum { SERIAL_BYTES = 256 * 1024 /* below it, to wake other threads takes longer than to copy */ };
 enum { COPY, FROM_HALF, FROM_BFLOAT, FROM_INT8 };
 
@@ -538,8 +539,12 @@ static int64_t find_spans(const Files *files, const Wanted *wanted, int64_t size
 static void run(Batch *batch, int64_t num_spans) {
     const int64_t depth = num_spans < batch->files->depth ? num_spans : batch->files->depth, num_threads = depth;
     int64_t started = 0;
-    if (batch->files->by_ring && depth > 1 && read_by_ring(batch, depth))
-        return;
+    if (batch->files->by_ring && depth > 1) { /* more requests, where they are short: one thread answers all of them */
+        const int64_t room = batch->files->depth * (batch->files->most_bytes + 2 * PAGE_BYTES) / batch->buffer_bytes;
+        const int64_t most = room < RING_DEPTHS * depth ? room : RING_DEPTHS * depth;
+        if (read_by_ring(batch, most < depth ? depth : most < num_spans ? most : num_spans))
+            return;
+    }
     pthread_t *threads = malloc((size_t)num_threads * sizeof *threads);
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);

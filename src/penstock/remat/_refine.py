@@ -3,8 +3,10 @@
 import heapq
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from penstock.remat._decision import Decision
@@ -15,6 +17,10 @@ MIN_STARTS, _MAX_STARTS = 2, 32
 """Limits of the starts to refine. Small graphs refine more."""
 _SMALL_GRAPH, _ANNEAL_STEPS, _HEAT = 2000, 300, 0.02
 """Largest graph to anneal, in operators; steps per free decision; initial heat, as a share of the step's time."""
+_LARGE_GRAPH = 1000
+"""Number of operators from which a simulation takes so long that threads are worth it."""
+Counts = NDArray[np.int64]
+"""A number per operator."""
 _SEARCH_OPERATORS = 60_000_000
 """Limit of operators played in all simulations, for exchanges and for annealing each."""
 
@@ -63,26 +69,23 @@ def given_back(
     """
     tries = Tries() if tries is None else tries
     last = None if most is None else tries.count + most
-    best = start
+    best, again = start, _times_again(space, start, tries)
     producers = np.unique(space.graph.producers[recomputed(best.decisions)]).tolist()
     if most is not None:
         producers = heapq.nlargest(most // 8, producers, key=lambda producer: _promise(space, producer))
     # Each gain depends on what was given back before, so it is computed again when it comes first.
-    heap: list[tuple[float, int]] = []
-    for producer in producers:
-        gain, _ = _gain(space, best, producer, budget_bytes, tries)
-        if gain > 0:
-            heap.append((-gain, producer))
+    gains = _gains(space, best, again, producers, budget_bytes, tries)
+    heap = [(-gain, producer) for gain, producer in zip(gains, producers, strict=True) if gain > 0]
     heapq.heapify(heap)
     while heap and best.extra_s > 0 and (last is None or tries.count < last):
         promised, producer = heapq.heappop(heap)
-        gain, better = _gain(space, best, producer, budget_bytes, tries)
+        gain, better = _gain(space, best, again, producer, budget_bytes, tries)
         if better is None:
             continue
         if heap and gain < min(-heap[0][0], -promised) * (1 - 1e-9):
             heapq.heappush(heap, (-gain, producer))
             continue
-        best = better
+        best, again = better
         heapq.heappush(heap, (-gain, producer))  # what is held now may be kept next
     return best
 
@@ -93,17 +96,51 @@ def _promise(space: Space, producer: int) -> float:
     return float(space.graph.durations_s[producer]) / (1 + size_bytes)
 
 
+def _gains(
+    space: Space, best: Candidate, again: Counts, producers: Sequence[int], budget_bytes: int, tries: Tries
+) -> list[float]:
+    """Return the gain of each operator; those of a large graph are computed by several threads."""
+    num_threads = torch.get_num_threads() if space.graph.num_operators >= _LARGE_GRAPH else 1
+    counts = [Tries() for _ in producers]
+
+    def gain(number: int) -> float:
+        return _gain(space, best, again, producers[number], budget_bytes, counts[number])[0]
+
+    with ThreadPoolExecutor(num_threads, "penstock planner") as pool:
+        run = pool.map if num_threads > 1 else map
+        gains = list(run(gain, range(len(producers))))
+    tries.count += sum(count.count for count in counts)
+    return gains
+
+
+def _times_again(space: Space, candidate: Candidate, tries: Tries) -> Counts:
+    """Return how often each operator runs in backward."""
+    simulation = space.simulated(candidate.decisions, tries)
+    assert simulation is not None
+    return _counted(space, simulation.slots)
+
+
+def _counted(space: Space, slots: NDArray[np.int32]) -> Counts:
+    return np.bincount(slots[space.graph.num_forward :], minlength=space.graph.num_operators)
+
+
 def _gain(
-    space: Space, best: Candidate, producer: int, budget_bytes: int, tries: Tries
-) -> tuple[float, Candidate | None]:
-    """Return the seconds saved per held byte by the best other decision that fits on an operator's results."""
+    space: Space, best: Candidate, again: Counts, producer: int, budget_bytes: int, tries: Tries
+) -> tuple[float, tuple[Candidate, Counts] | None]:
+    """Return the seconds saved per held byte by the best other decision that fits on an operator's results.
+
+    ``again`` tells how often each operator runs in backward with the decisions of ``best``. Comes with the candidate,
+    and the same for it.
+    """
     graph = space.graph
-    best_gain: tuple[float, Candidate | None] = (0.0, None)
+    best_gain: tuple[float, tuple[Candidate, Counts] | None] = (0.0, None)
     group = np.array(graph.outputs[producer], dtype=np.int64)
     group = group[recomputed(best.decisions[group])]
     if not len(group):
         return best_gain
     for option in _options(space, group, int(best.decisions[group].max())):
+        if option in RECOMPUTE and again[producer] <= 1:
+            continue  # to hold the results longer saves only further runs
         decisions = _with(space, best.decisions, group, option)
         simulation = space.simulated(decisions, tries)
         if simulation is None or simulation.peak_bytes > budget_bytes:
@@ -112,7 +149,8 @@ def _gain(
         away = (simulation.gone[group] >= 0) if option == Decision.SWAP else np.zeros(len(group), dtype=bool)
         held = 1.0 + float((graph.sizes[group] * np.where(away, 0.5, 1.0)).sum())  # away for most of its life
         if saved_s / held > best_gain[0]:
-            best_gain = (saved_s / held, Candidate(decisions, simulation.peak_bytes, simulation.extra_s))
+            candidate = Candidate(decisions, simulation.peak_bytes, simulation.extra_s)
+            best_gain = (saved_s / held, (candidate, _counted(space, simulation.slots)))
     return best_gain
 
 

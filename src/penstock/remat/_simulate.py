@@ -15,6 +15,7 @@ The compiled version in `native/remat.c` follows the same rules. It is 30 times 
 
 import ctypes
 import functools
+import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,18 +84,28 @@ class FlatProblem:
                 elif self.producers[storage] < self.num_forward:
                     self.needs[storage].append(index)
         self.need_starts, self.need_ids = _rows(self.needs)
+        self.last_needs = np.array([needs[-1] if needs else -1 for needs in self.needs], dtype=np.int32)
+        is_forward = self.producers < self.num_forward
+        self.births = np.where(is_forward, self.producers, np.int32(-1))
+        """Slots of birth when forward has run; -1 for storages of backward."""
+        self.uses = np.where(is_forward, self.last_forward, np.int32(-1))
+        """Slots of the last use when forward has run."""
         self.bandwidths = (problem.out_bandwidth_bytes_per_s, problem.in_bandwidth_bytes_per_s)
         self.page_bytes = problem.swap_page_bytes
+        self._of_thread = threading.local()
 
     @functools.cached_property
     def rows(self) -> "_Rows":
         """The same as lists, for Python."""
         return _Rows(self)
 
-    @functools.cached_property
+    @property
     def buffers(self) -> "_Buffers":
-        """The memory of its compiled simulations."""
-        return _Buffers(self, MAX_RECOMPUTE_FACTOR * self.num_operators)
+        """The memory of this thread's compiled simulations."""
+        buffers: _Buffers | None = getattr(self._of_thread, "buffers", None)
+        if buffers is None:
+            buffers = self._of_thread.buffers = _Buffers(self, MAX_RECOMPUTE_FACTOR * self.num_operators)
+        return buffers
 
 
 class _Rows:
@@ -104,10 +115,8 @@ class _Rows:
         self.inputs, self.outputs = graph.inputs, graph.outputs
         self.producers: list[int] = graph.producers.tolist()
         self.sizes: list[int] = graph.sizes.tolist()
-        self.births: list[int] = np.where(graph.producers < graph.num_forward, graph.producers, -1).tolist()
-        """Slots of birth in forward, where slots are numbers of operators."""
-        self.uses: list[int] = np.where(graph.producers < graph.num_forward, graph.last_forward, -1).tolist()
-        """Slots of the last use in forward."""
+        self.births: list[int] = graph.births.tolist()
+        self.uses: list[int] = graph.uses.tolist()
         kept = graph.is_output.astype(bool) | (graph.producers >= graph.num_forward)
         self.forward_inputs = [[storage for storage in inputs if not kept[storage]] for inputs in graph.inputs]
         """Inputs of each operator that may leave in backward."""
@@ -138,6 +147,9 @@ class _CGraph(ctypes.Structure):
                 "sizes",
                 "producers",
                 "last_forward",
+                "births",
+                "uses",
+                "last_needs",
                 "input_starts",
                 "input_ids",
                 "output_starts",
@@ -195,7 +207,7 @@ def _simulate_compiled(library: ctypes.CDLL, graph: FlatProblem, decisions: NDAr
 
 
 class _Buffers:
-    """Inputs and outputs of the compiled simulation. The results of one call are valid until the next."""
+    """Inputs and outputs of one thread's compiled simulations. The results of one are valid until the next."""
 
     def __init__(self, graph: FlatProblem, capacity: int):
         self.slots = np.empty(capacity + graph.num_operators + 1, dtype=np.int32)

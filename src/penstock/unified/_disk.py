@@ -68,8 +68,9 @@ class RowFiles:
     """Tables of the same layout in one or several files: row ``r`` is row ``r // n`` of file ``r % n``.
 
     Rows that the page cache holds are copied from it. Reads of all others bypass it (``O_DIRECT``) if the file system
-    allows that; otherwise they use it, and one warning says so. Up to ``depth`` requests are open at once: through
-    io_uring if ``by_ring`` is set and the kernel lets us, else with a thread for each.
+    allows that; otherwise they use it, and one warning says so. Up to ``depth`` requests are open at once, with a
+    thread for each; or up to four times as many short ones in the same buffers, through io_uring, if ``by_ring`` is set
+    and the kernel lets us.
     """
 
     def __init__(self, tables: Sequence[Table], *, direct: bool = True, depth: int = DEPTH, by_ring: bool = True):

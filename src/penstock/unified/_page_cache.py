@@ -4,6 +4,7 @@ import ctypes
 import mmap
 import os
 import time
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -48,6 +49,7 @@ class PageCache:
         self._groups = torch.zeros(len(maps), self._num_groups, dtype=torch.int64, device="cpu")
         self._num_absent = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._sampled = sampled
+        self._closer = weakref.finalize(self, lambda: None if sampled is None else os.close(sampled))
         self._generator = torch.Generator(device="cpu")
         self._is_used, self._next_s, self._wait_s = sampled is None, 0.0, 1.0
 
@@ -92,10 +94,8 @@ class PageCache:
 
     def close(self) -> None:
         """Close the maps; nobody may be reading them."""
-        self._maps, self._is_used = [], False
-        if self._sampled is not None:
-            os.close(self._sampled)
-            self._sampled = None
+        self._maps, self._is_used, self._sampled = [], False, None
+        self._closer()
 
     def _sample(self, descriptor: int) -> None:
         """Look for pages that are missing. Each that is found comes into the cache, so this is done ever less often."""
