@@ -137,9 +137,8 @@ def _in_turn(
         times = {name: _beside(seconds[name], seconds.get("plain")) for name in left if not trials[name].reason}
         best = min(times, key=lambda name: median(times[name]), default="")
         lost = {name for name in times if name != best and cannot_win(times[name], times[best], rounds)}
-        left = [
-            name for name in left if name not in lost or name == "plain"
-        ]  # plain's time is what others are given in
+        # plain stays: the others' times are given in its
+        left = [name for name in left if name not in lost or name == "plain"]
         if len(times) - len(lost) <= 1:
             break
     return {name: taken for name, taken in seconds.items() if not trials[name].step_failed}
