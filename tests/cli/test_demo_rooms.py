@@ -14,6 +14,7 @@ from penstock.cli._progress import Steps
 def test_a_room_trains_where_plain_training_fails(tmp_path, room):
     out = tmp_path / "out"
     answer = _demo_rooms.run(room, out, tmp_path, 3, Steps(), small=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]  # nothing stays on the disk
     summary = json.loads((out / "room.json").read_text())
     assert {Path(file).name for file in answer.data["files"]} == {
         "room.json", "room-memory.json", "report.html", "memory.png",

@@ -53,9 +53,12 @@ def main() -> None:
         command = line.strip()
         try:
             if command == "step":
+                if not arguments.whole:
+                    say(_step(trainer))
+                    continue
                 with Sampled(start_bytes) as memory:
                     answer = _step(trainer)
-                say(answer | {"timeline": memory.timeline if arguments.whole else []})
+                say(answer | {"timeline": memory.timeline})
             elif command == "measure":
                 say(_measure(trainer))
             elif command == "finish":

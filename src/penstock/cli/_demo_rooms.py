@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -54,8 +55,9 @@ def run(room: DemoRoom, out: Path, disk: Path, num_steps: int, steps: Steps, *, 
     if room is DemoRoom.TRAINING:
         return _train_whole([*command, "--steps", str(num_steps)], out, disk, num_steps, steps, console, small=small)
     story = _STORIES[room]
-    arguments = ["--room", room.value, "--disk", str(disk), "--out", str(out), *(["--small"] if small else [])]
     with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=disk, prefix="penstock-demo-"))
+        arguments = ["--room", room.value, "--disk", folder, "--out", str(out), *(["--small"] if small else [])]
         steps.phase("starting the plain run")
         plain = stack.enter_context(child(*arguments, module=_CHILD))
         console.print(plain.hello["story"], highlight=False)

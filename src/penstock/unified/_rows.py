@@ -13,7 +13,7 @@ _KINDS = {torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 """Stored types that are widened to float32, with the C library's number for each; 0 means copy."""
 
 
-FEW_ROWS = 32_768
+_FEW_ROWS = 32_768
 """Number of rows up to which PyTorch's own kernel is as fast as ours, and sooner called."""
 
 
@@ -124,7 +124,7 @@ def read_rows(table: torch.Tensor, index: torch.Tensor, kind: RowType, *, wraps:
         and kind.stored is kind.dtype
         and index.dim() == 1
         and index.is_cpu
-        and index.numel() <= FEW_ROWS
+        and index.numel() <= _FEW_ROWS
     ):
         try:
             return table.index_select(0, index)

@@ -23,7 +23,7 @@ from penstock.unified._gather import gather_rows
 from penstock.unified._memory import InPlace, Memory, exact
 from penstock.unified._operators import aten, is_row_numbers, is_view, out_ids, rows_read, written_ids
 from penstock.unified._placement import Preference, operand_of, place
-from penstock.unified._rows import FEW_ROWS, RowType, is_plain_table
+from penstock.unified._rows import RowType, is_plain_table, read_rows
 from penstock.units import format_bytes
 
 _LIKE: dict[Any, Callable[..., Any]] = {
@@ -58,23 +58,12 @@ class UnifiedTensor(torch.Tensor):
         """Index like a tensor. Row numbers take a shortcut that bypasses PyTorch's dispatcher."""
         if type(index) is not torch.Tensor or torch.compiler.is_compiling():
             return super().__getitem__(index)
-        if (  # a few rows: they come in as little time as our own calls take
-            index.is_cpu
-            and index.dim() == 1
-            and index.dtype is torch.int64
-            and index.numel() <= FEW_ROWS
-            and self._is_plain
-            and not (torch.is_grad_enabled() and _trains(self))
-        ):
-            in_place = self.in_place
-            in_place.memory.order.before_host(writes=False)
-            try:
-                return in_place.plain.index_select(0, index)
-            except (IndexError, RuntimeError):  # negative rows, or such as do not exist
-                pass
-        if is_row_numbers(index) and index.dim() and self.in_place.plain.dim():
-            return _read(self, index)
-        return super().__getitem__(index)
+        if not is_row_numbers(index) or not index.dim() or not self.in_place.plain.dim():
+            return super().__getitem__(index)
+        if index.is_cpu and self._is_plain and not (torch.is_grad_enabled() and _trains(self)):
+            self.in_place.memory.order.before_host(writes=False)  # few calls on the way, which take as long as few rows
+            return read_rows(self.in_place.plain, index, self.kind)
+        return _read(self, index)
 
     @property
     def prefer(self) -> Preference:
