@@ -257,5 +257,10 @@ def _trained(
 
 
 def _clear() -> None:
-    gc.collect()
+    """Free what a run left. The autograd engine's own threads drop their last hooks some time after backward."""
+    for _ in range(10):
+        gc.collect()
+        if not torch.accelerator.memory_allocated():
+            break
+        time.sleep(0.05)
     torch.accelerator.empty_cache()

@@ -121,7 +121,7 @@ def test_unified_benchmark(tmp_path):
         <= rows["1024 B, cold cache", "read amplification, aligned"]
         < rows["64 B, cold cache", "read amplification, aligned"]
     )
-    assert rows["16 threads", "processor time a row"] > 0
+    assert rows["16 open, threads", "processor time a row"] > 0
     name = "1/8 of the bytes"
     assert 0.1 < rows[name, "hit rate, measured"] < 0.9
     assert (
