@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 
 from penstock.errors import InternalError
-from penstock.relational._domain import Domain
+from penstock.relational._domain import OF_TYPES, Domain
 from penstock.relational._dropout import C_SOURCE, hashed, limit_of, scale_of
 from penstock.relational._elementwise import C_MATH, FUNCTIONS
 from penstock.relational._ir import (
@@ -149,21 +149,26 @@ class _FunctionWriter:
         return "\n".join(lines)
 
     def _prefetches(self) -> list[str]:
-        """Return prefetches of rows that are looked up, since the processor cannot predict where the next ones lie.
+        """Return prefetches of what later rows look up and write, since the processor cannot predict where that is.
 
         Its own look-ahead is less than a row of 256 bytes.
         """
+        step, program = self.row.traversal, self.row.program
+        rows = {domain: f"c->indexes[{number}][p + AHEAD]" for number, domain in enumerate(self.row.domains)}
+        if step.by is not None:
+            rows[step.over] = "later"
+        touched = dict.fromkeys(self.row.lookups, 0)
+        touched |= {(root, step.over): 1 for root in step.roots if not isinstance(program[root], Reduce)}
         lines = []
-        for number, domain in enumerate(self.row.domains):
-            for place in self.row.inputs:
-                value = self.row.program[place]
-                size = math.prod(value.shape)
-                if value.domain is not domain or size < MOST_LOCAL:
-                    continue
-                lines.append(
-                    f"const real *const next{place} = b{place} + (int64_t)c->indexes[{number}][p + AHEAD] * {size};"
-                )
-                lines += [f"__builtin_prefetch(next{place} + {start});" for start in range(0, min(size, 128), 16)]
+        for (place, domain), is_written in touched.items():
+            if domain in rows and domain not in OF_TYPES:
+                size = math.prod(program[place].shape)
+                at = f"b{place} + {rows[domain]} * (int64_t){size}"
+                lines += [
+                    f"__builtin_prefetch({at} + {start}, {is_written});" for start in range(0, min(size, 128), 16)
+                ]
+        if any("later" in line for line in lines):
+            lines.insert(0, "const int64_t later = c->positions ? c->positions[p + AHEAD] : p + AHEAD;")
         return ["if (p + AHEAD < c->num_positions) {", *lines, "}"] if lines else []
 
     def _plain(self) -> str:
@@ -254,6 +259,8 @@ class _RowWriter:
     """Domains whose rows are looked up, in order of first use."""
     inputs: dict[int, None] = field(default_factory=dict)
     """Places of the values read from buffers, in order of first use."""
+    lookups: dict[tuple[int, Domain], None] = field(default_factory=dict)
+    """The same with the domains by whose rows they are read."""
 
     @property
     def program(self) -> Program:
@@ -391,6 +398,7 @@ class _RowWriter:
         while isinstance(self.program[source], SameRows):
             (source,) = self.program[source].operands
         self.inputs.setdefault(source)
+        self.lookups.setdefault((source, domain))
         size = math.prod(self.program[place].shape)
         row = self._row(domain)
         if row == "0":

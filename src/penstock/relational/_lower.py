@@ -35,6 +35,7 @@ from penstock.relational._ir import (
     Slice,
     SumTo,
 )
+from penstock.relational._share import shared
 
 ROW_BY_ROW = (Map, Dot, Reshape, SumTo, Slice, Concat, Dropout)
 _SEGMENTED = {
@@ -279,8 +280,10 @@ def _stored(program: Program) -> set[int]:
             stored.add(place)
         if isinstance(operation, Matmul | OuterSum | SameRows) or _is_whole(operation):
             stored.update(operand for operand in operation.operands if not isinstance(program[operand], Constant))
+    stored |= shared(program, stored, ROW_BY_ROW)
     for place, operation in enumerate(program.operations):
-        if isinstance(operation, ROW_BY_ROW) and place not in stored and _is_worth_storing(program, readers, place):
+        is_open = isinstance(operation, ROW_BY_ROW) and place not in stored
+        if is_open and _is_worth_storing(program, readers, stored, place):
             stored.add(place)
     return stored | {place for place, operation in enumerate(program.operations) if isinstance(operation, SameRows)}
 
@@ -290,7 +293,7 @@ def _is_whole(operation: Operation) -> bool:
     return operation.domain in OF_TYPES and isinstance(operation, ROW_BY_ROW)
 
 
-def _is_worth_storing(program: Program, readers: list[list[int]], place: int) -> bool:
+def _is_worth_storing(program: Program, readers: list[list[int]], stored: set[int], place: int) -> bool:
     """Return whether to store a value: dots and sums within rows that many rows or several sums would recompute."""
     operation = program[place]
     if operation.domain in OF_TYPES:
@@ -299,19 +302,19 @@ def _is_worth_storing(program: Program, readers: list[list[int]], place: int) ->
         return False
     if any(_row_domain(program[reader]) is not operation.domain for reader in readers[place]):
         return True
-    return len(_sums_that_read(program, readers, place)) > 1
+    return len(_sums_that_read(program, readers, stored, place)) > 1
 
 
 def _row_domain(operation: Operation) -> Domain:
     return operation.over if isinstance(operation, Reduce | OuterSum) else operation.domain
 
 
-def _sums_that_read(program: Program, readers: list[list[int]], place: int) -> set[int]:
+def _sums_that_read(program: Program, readers: list[list[int]], stored: set[int], place: int) -> set[int]:
     sums: set[int] = set()
     stack = list(readers[place])
     while stack:
         reader = stack.pop()
-        if isinstance(program[reader], ROW_BY_ROW) and reader not in program.outputs:
+        if isinstance(program[reader], ROW_BY_ROW) and reader not in stored:
             stack.extend(readers[reader])
         else:
             sums.add(reader)

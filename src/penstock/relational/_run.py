@@ -8,7 +8,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -26,6 +26,7 @@ from penstock.relational._native import DTYPES as C_DTYPES
 from penstock.relational._native import CompiledC
 from penstock.relational._operator import run_layer
 from penstock.relational._registry import Guard, register, registered
+from penstock.relational._reuse import reuse_sums
 from penstock.relational._steps import Compiled
 
 Emitter = Literal["auto", "c", "triton", "eager"]
@@ -47,6 +48,8 @@ class Options:
     """Whether to replace dots with transformed rows by dots with transformed vectors."""
     sum_first: bool = True
     """Whether to sum before products if that leaves fewer rows."""
+    reuse_sums: bool = True
+    """Whether backward derives sums over edges from the layer's results where it can, as for a softmax."""
     emitter: Emitter = "auto"
     """The code generator.
 
@@ -337,7 +340,10 @@ class CompiledProgram:
         inputs = list(program.inputs)
         self.names = [program.inputs[place].name for place in inputs]
         self.domains = [program.inputs[place].domain for place in inputs]
-        halves: SplitDerivative = split(differentiate(program, [inputs[number] for number in wanted]))
+        derivative = differentiate(program, [inputs[number] for number in wanted])
+        if options.reuse_sums:
+            derivative = replace(derivative, program=reuse_sums(derivative.program))
+        halves: SplitDerivative = split(derivative)
         self.num_outputs = halves.num_outputs
         self.shapes = [program.inputs[place].shape for place in inputs]
         backward = _passes.compact(halves.backward) if options.compact else halves.backward
