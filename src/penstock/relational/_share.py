@@ -19,8 +19,8 @@ MOST_NUMBERS = 16
 """Most numbers per edge of a value that is stored."""
 _COSTS = {"divide": 2, **dict.fromkeys(C_MATH, 8), "gelu": 16}
 """Costs of functions in look-ups; the others are free."""
-_ROWS_A_NODE = 4
-"""Assumed number of edges for each row of another domain."""
+_ROWS_A_NODE = 2
+"""Fewest edges to be expected for each row of another domain."""
 _LEAST_SAVED = 4
 """Fewest look-ups per edge that storing a value must save."""
 
