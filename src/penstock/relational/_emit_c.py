@@ -163,9 +163,9 @@ class _FunctionWriter:
         for (place, domain), is_written in touched.items():
             if domain in rows and domain not in OF_TYPES:
                 size = math.prod(program[place].shape)
-                at = f"b{place} + {rows[domain]} * (int64_t){size}"
+                row = f"b{place} + {rows[domain]} * (int64_t){size}"
                 lines += [
-                    f"__builtin_prefetch({at} + {start}, {is_written});" for start in range(0, min(size, 128), 16)
+                    f"__builtin_prefetch({row} + {start}, {is_written});" for start in range(0, min(size, 128), 16)
                 ]
         if any("later" in line for line in lines):
             lines.insert(0, "const int64_t later = c->positions ? c->positions[p + AHEAD] : p + AHEAD;")
