@@ -8,7 +8,8 @@
 - `DeviceTimeline`: when a device passed its events, on the host's clock.
 - `pinned_memory`, `unpin_memory`: host memory from which the accelerator copies without the host's help.
 - `pin`, `unpin`: the same for memory that exists already, at its exact size (CUDA and ROCm).
-- `map_memory`: host memory of exact size. `on_node`, `stay_on_node`: memory and threads near a device.
+- `map_memory`: host memory of exact size. `want_huge_pages`: fewer page faults in new memory. `on_node`,
+  `stay_on_node`: memory and threads near a device.
 - `accelerator_type`, `accelerators`, `kinds`: the devices of this machine. `used_device`: the one that this process
   computes on.
 - `random_forked`: random draws that leave the generators unchanged.
@@ -24,6 +25,7 @@ from penstock.devices._backend import Stream as Stream
 from penstock.devices._backend import StreamEvent as StreamEvent
 from penstock.devices._backend import Streams as Streams
 from penstock.devices._host_memory import map_memory as map_memory
+from penstock.devices._host_memory import want_huge_pages as want_huge_pages
 from penstock.devices._numa import on_node as on_node
 from penstock.devices._numa import stay_on_node as stay_on_node
 from penstock.devices._of import accelerator_type as accelerator_type

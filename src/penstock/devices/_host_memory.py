@@ -1,10 +1,15 @@
-"""Host memory that is mapped at its exact size."""
+"""Host memory: mapped at its exact size, or in huge pages."""
 
+import ctypes
 import mmap
 
 import torch
 
 from penstock.arguments import checked
+
+HUGE_PAGE_BYTES = 2 * 2**20
+"""Size of a huge page on x86-64, and on ARM with pages of 4 KiB."""
+_libc = ctypes.CDLL(None)
 
 
 @checked("penstock.devices.map_memory(2**20)", size_bytes=1)
@@ -16,3 +21,16 @@ def map_memory(size_bytes: int) -> torch.Tensor:
     memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_DONTFORK)
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def want_huge_pages(address: int, size_bytes: int) -> None:
+    """Ask for huge pages for new memory, which is otherwise mapped page by page as it is first touched.
+
+    Memory below the size of a huge page stays as it is, as does all memory where the system has no huge pages. Pages
+    outside of the memory do not change, and its contents neither.
+    """
+    # A pool of memory touched before would be as fast, but it would hold memory that the step needs.
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    whole = (address + size_bytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+    if whole >= HUGE_PAGE_BYTES:
+        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(whole), mmap.MADV_HUGEPAGE)

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import torch
 
+from penstock.devices import want_huge_pages
 from penstock.errors import InternalError
 from penstock.relational import _eager
 from penstock.relational._cost import cost
@@ -176,11 +177,12 @@ class ProgramCall(ABC):
         zeros = isinstance(operation, Reduce) and operation.domain not in ENDS
         if free:
             memory = free.pop().view(shape)
-            self.values[place] = memory.zero_() if zeros else memory
         else:
-            make = torch.zeros if zeros else torch.empty
-            self.values[place] = make(shape, dtype=size[1], device=self.device)
-        return self.values[place]
+            memory = torch.empty(shape, dtype=size[1], device=self.device)
+            if self.device.type == "cpu":
+                want_huge_pages(memory.data_ptr(), memory.nbytes)
+        self.values[place] = memory.zero_() if zeros else memory
+        return memory
 
     def sum_blocks(self, step: BlockedSum, kernel: Kernel | None) -> None:
         """Compute a sum of products; ``kernel`` computes the rows of a block if they are not stored."""

@@ -8,7 +8,6 @@ another alignment, each thread reads one MiB at a time into its own aligned memo
 """
 
 import ctypes
-import mmap
 import threading
 import zlib
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from functools import partial
 
 import torch
 
+from penstock.devices import want_huge_pages
 from penstock.errors import TierFullError
 from penstock.links import DEVICE, DISK, Link
 from penstock.tiers._events import EventLog, note_copy
@@ -26,12 +26,10 @@ from penstock.tiers._room import Room
 from penstock.tiers._tier import Extent, Piece, Tier
 
 _ADDRESS_BYTES = 4096
-_HUGE_PAGE_BYTES = 2 * 2**20
 _BOUNCE_BYTES = 2**20
 # Four threads reach the rate of an SSD with a tenth to a quarter of a core; one reached 4.7 of 6.4 GB/s in writing.
 _WRITE_THREADS = 4
 _READ_THREADS = 4
-_libc = ctypes.CDLL(None)
 
 
 class MemoryMover:
@@ -111,7 +109,7 @@ class MemoryMover:
         if into is None or not into.resizable():
             return allocate(handle.size_bytes, handle.address_remainder)
         into.resize_(handle.size_bytes)
-        _want_huge_pages(into.data_ptr(), handle.size_bytes)
+        want_huge_pages(into.data_ptr(), handle.size_bytes)
         return into
 
     def start_in(self, handle: Handle, storage: torch.UntypedStorage, room: Room) -> None:
@@ -273,22 +271,10 @@ def allocate(size_bytes: int, address_remainder: int) -> torch.UntypedStorage:
         return torch.UntypedStorage(0)
     block = torch.empty(size_bytes + _ADDRESS_BYTES, dtype=torch.uint8)
     start = block.data_ptr() + (address_remainder - block.data_ptr()) % _ADDRESS_BYTES
-    _want_huge_pages(block.data_ptr(), size_bytes + _ADDRESS_BYTES)
+    want_huge_pages(block.data_ptr(), block.nbytes)
     memory = (ctypes.c_char * size_bytes).from_address(start)
     memory.block = block.untyped_storage()  # type: ignore[attr-defined]  # lives as long as the storage that borrows from it
     return torch.frombuffer(memory, dtype=torch.uint8, count=size_bytes).untyped_storage()
-
-
-def _want_huge_pages(address: int, size_bytes: int) -> None:
-    """Ask for huge pages, since direct reads into new memory fault page by page.
-
-    Huge pages made reading 2 to 3 times faster when measured.
-    """
-    # A pool of buffers touched before would be as fast, but it would hold memory that the step needs.
-    if size_bytes >= _HUGE_PAGE_BYTES + _ADDRESS_BYTES:
-        page = -(-address // _ADDRESS_BYTES) * _ADDRESS_BYTES
-        whole = (address + size_bytes - page) // _ADDRESS_BYTES * _ADDRESS_BYTES
-        _libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(whole), mmap.MADV_HUGEPAGE)
 
 
 def _nothing() -> None:
