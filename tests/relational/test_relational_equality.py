@@ -10,7 +10,11 @@ from relational_layers import heads, many_functions, plain, random_graph, rgat, 
 
 LAYERS = {"rgcn": rgcn, "rgat": rgat, "heads": heads, "many_functions": many_functions}
 PASSES = [
-    dict(zip(("compact", "reorder", "sum_first"), on, strict=True)) for on in itertools.product((True, False), repeat=3)
+    *(
+        dict(zip(("compact", "reorder", "sum_first"), on, strict=True))
+        for on in itertools.product((True, False), repeat=3)
+    ),
+    {"reuse_sums": False},
 ]
 COMPILED = {
     (name, emitter, number): function.with_options(emitter=emitter, **passes)

@@ -8,6 +8,7 @@ another alignment, each thread reads one MiB at a time into its own aligned memo
 """
 
 import ctypes
+import mmap
 import threading
 import zlib
 from collections.abc import Callable, Sequence
