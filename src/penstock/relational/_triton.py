@@ -1,9 +1,10 @@
 """Running lowered programs with Triton: generated kernels for traversals, `_triton_kernels` for products.
 
-On CUDA a few schedules of every kernel are timed when it first meets a graph of a new shape. The fastest is kept in the
-cache folder, so that results are bit-identical from then on. With ``torch.use_deterministic_algorithms`` nothing is
-timed, and results are bit-identical on all machines of the same kind. Under Triton's interpreter
-(``TRITON_INTERPRET=1``) the same kernels run on CPU tensors, very slowly.
+On CUDA a few schedules of every kernel are tried when it first meets a graph of a new shape. A thread compiles them
+while training goes on, and then a call times them. The fastest is kept in the cache folder, so that results are
+bit-identical from then on. With ``torch.use_deterministic_algorithms`` nothing is timed, and results are bit-identical
+on all machines of the same kind. Under Triton's interpreter (``TRITON_INTERPRET=1``) the same kernels run on CPU
+tensors, very slowly.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -28,7 +30,7 @@ from penstock.relational._indexes import Indexes
 from penstock.relational._ir import Input, Matmul, OuterSum, Program, Reduce
 from penstock.relational._lower import Kernel, lower
 from penstock.relational._steps import Compiled, ProgramCall
-from penstock.relational._tune import Choices, RowSchedule, compile_side_by_side, schedules
+from penstock.relational._tune import BACKGROUND, Choices, RowSchedule, schedules
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 """Dtypes that it can compute in, with Triton's names."""
@@ -52,6 +54,8 @@ class CompiledTriton(Compiled):
         self.source, self.kernels = emit(self.lowered, DTYPES[dtype])
         self.find_last_uses()
         self.module = _module(self.source)
+        self.compiling: dict[tuple[object, ...], dict[RowSchedule, Future[None]]] = {}
+        """Schedules that are compiled beside the training, by kernel, shape of the graph, and device."""
 
     def choices(self, device: torch.device) -> Choices:
         """Return the schedules that were the fastest on devices of this kind."""
@@ -72,7 +76,7 @@ class CompiledTriton(Compiled):
 
     def run(self, graph: RelationalGraph, inputs: Callable[[Input], torch.Tensor]) -> list[torch.Tensor]:
         """Return the values of the outputs, ``[rows, *shape]`` each."""
-        with torch.cuda.device(graph.device) if graph.device.type == "cuda" else contextlib.nullcontext():
+        with _on(graph.device):
             return super().run(graph, inputs)
 
     def start(self, graph: RelationalGraph) -> "_TritonCall":
@@ -144,28 +148,39 @@ class _TritonCall(ProgramCall):
         chosen = choices.find(kernel.name, shape, tried)
         if chosen is not None:
             return chosen
-        if torch.cuda.is_current_stream_capturing():
-            return tried[0]  # measured at the next call
-        self._compile(kernel, function, arguments, tried)
+        key = (kernel.name, shape, self.device)
+        compiling = self.compiled.compiling
+        if key not in compiling:
+            compiling[key] = {}  # the first call compiles the likeliest, and nothing beside it
+            return tried[0]
+        others = compiling[key]
+        if not others:
+            for schedule in tried[1:]:
+                others[schedule] = BACKGROUND.submit(self._compiler(kernel, function, arguments, schedule))
+        if not all(future.done() for future in others.values()) or torch.cuda.is_current_stream_capturing():
+            return tried[0]  # measured at a later call
+        compiled = [tried[0], *(schedule for schedule, future in others.items() if future.exception() is None)]
         # This call's own buffers serve to measure, because every kernel writes all of its result.
         chosen = min(
-            tried, key=lambda schedule: _mean_ms(lambda: self._go_through(kernel, function, arguments, schedule))
+            compiled, key=lambda schedule: _mean_ms(lambda: self._go_through(kernel, function, arguments, schedule))
         )
         choices.keep(kernel.name, shape, chosen)
+        del compiling[key]
         return chosen
 
-    def _compile(
-        self, kernel: TritonKernel, function: Any, arguments: Sequence[Any], tried: Sequence[RowSchedule]
-    ) -> None:
-        """Compile all schedules in parallel."""
+    def _compiler(
+        self, kernel: TritonKernel, function: Any, arguments: Sequence[Any], schedule: RowSchedule
+    ) -> Callable[[], object]:
+        """Return a function that compiles a kernel, and holds none of the call's tensors."""
+        launched = self._launched(kernel, arguments, schedule)
+        kinds = [value.dtype if isinstance(value, torch.Tensor) else value for value in launched.arguments]
+        grid, constants, device = launched.grid, launched.constants, self.device
 
-        def compiler(schedule: RowSchedule) -> Callable[[], object]:
-            launched = self._launched(kernel, arguments, schedule)
-            return lambda: function.warmup(
-                *launched.arguments, grid=launched.grid, **launched.constants, num_warps=schedule.warps
-            )
+        def compile_it() -> None:
+            with _on(device):
+                function.warmup(*kinds, grid=grid, **constants, num_warps=schedule.warps)
 
-        compile_side_by_side([compiler(schedule) for schedule in tried])
+        return compile_it
 
     def multiply(self, place: int) -> None:
         operation = self.program[place]
@@ -369,6 +384,11 @@ def launch(
 ) -> None:
     """Start a kernel on the current device, or under the interpreter."""
     kernel[grid](*arguments, **constants, num_warps=warps)
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which Triton compiles for a CUDA device and launches on it."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _is_timed(device: torch.device) -> bool:

@@ -1,8 +1,15 @@
-"""The choice of a kernel's schedule: a few are compiled in parallel and timed once, and the fastest is kept."""
+"""The choice of a kernel's schedule: a few are compiled and timed once, and the fastest is kept.
 
+The likeliest is compiled at once. A thread compiles the others while training goes on with the likeliest; the first
+call after that times them all.
+"""
+
+import atexit
 import json
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 
 from penstock import native
@@ -77,13 +84,60 @@ class Choices:
             return {}
 
 
-def compile_side_by_side(compilers: Sequence[Callable[[], object]]) -> None:
-    """Call all of them; each asks Triton for a kernel without launching it, and Triton compiles them in threads."""
-    import triton
+class Background:
+    """A thread that calls functions one after the other, and lives as long as there are any.
 
-    with ThreadPoolExecutor(len(compilers)) as pool, triton.AsyncCompileMode(pool):
-        for compiler in compilers:
-            compiler()
+    The end of the process drops those that have not begun, and waits for the one that has.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: deque[tuple[Callable[[], object], Future[None]]] = deque()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        atexit.register(self.close)
+
+    def submit(self, job: Callable[[], object]) -> "Future[None]":
+        """Return a future that is done once the job has returned, or has raised what the future then holds."""
+        future: Future[None] = Future()
+        with self._lock:
+            self._jobs.append((job, future))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="penstock schedules", daemon=True)
+                self._thread.start()
+        return future
+
+    def wait(self) -> None:
+        """Wait until all jobs are done."""
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def close(self) -> None:
+        """Drop the jobs that have not begun, and wait for the one that has."""
+        with self._lock:
+            for _, future in self._jobs:
+                future.cancel()
+            self._jobs.clear()
+        self.wait()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._jobs:
+                    self._thread = None
+                    return
+                job, future = self._jobs.popleft()
+            try:
+                job()
+            except Exception as error:  # of Triton's compiler: this schedule is not tried
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+
+BACKGROUND = Background()
+"""The thread that compiles this process's schedules."""
 
 
 def _key(kernel: str, shape: tuple[int, ...]) -> str:
