@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from penstock.relational import CompGCNConv, RelationalGraph, RGATConv, RGCNConv, RGraphSAGEConv, SimpleHGNConv
+from penstock.relational._tune import BACKGROUND
 from penstock.tiers import Budget
 
 pytestmark = pytest.mark.cuda_only("kernels of Triton's run on CUDA")
@@ -57,7 +58,11 @@ def test_results_and_gradients_are_those_of_the_cpu(name, hub, dtype, tolerance)
     layer, graph, x = MADE[name]().to(dtype), graph_of(3000, 40_000, hub), torch.randn(3000, 24).to(dtype)
     expected = gradients(layer.double(), graph, x.double().requires_grad_())  # of the same numbers
     on_device = layer.to("cuda", dtype)
-    found = [gradients(on_device, graph.to("cuda"), x.to("cuda", dtype).requires_grad_()) for _ in range(2)]
+    there, rows = graph.to("cuda"), x.to("cuda", dtype).requires_grad_()
+    for _ in range(2):
+        gradients(on_device, there, rows)
+    BACKGROUND.wait()  # the next call chooses the schedules
+    found = [gradients(on_device, there, rows) for _ in range(2)]
     for first, again, other in zip(*found, expected, strict=True):
         assert first.dtype is dtype
         assert torch.equal(first, again)
