@@ -1,11 +1,16 @@
 """Optima of small cases, as mixed-integer linear programs solved by HiGHS: yardsticks for what plans and schedules.
 
-The fastest recomputation under a byte budget. After Checkmate (Jain et al., MLSys 2020): one stage per backward
-operator; which forward operators run again in it, which storages are held when it begins, and which are freed after
-which operator. Forward runs once and in order, backward too; outputs of backward live to their last use. Every forward
-operator makes one storage at most: with several, the program would need to know of copies made in vain.
+The fastest step under a byte budget. After Checkmate (Jain et al., MLSys 2020): one stage per backward operator; which
+forward operators run again in it, which storages are held when it begins, and which are freed after which operator.
+Forward runs once and in order, backward too; outputs of backward live to their last use. Every forward operator makes
+one storage at most: with several, the program would need to know of copies made in vain.
+
+With swaps, storages may also leave over one lane and come back over another. Each lane carries no more bytes between
+two moments than its bandwidth allows, and the step may wait in any stage. Where a moment inside of a stage matters, the
+program takes the better one, so no real plan is faster than its optimum.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,14 +25,17 @@ class Optimum:
     """The solver's result for one budget."""
 
     extra_s: float
-    """Seconds recomputed by the best plan found."""
+    """Seconds that the best plan found adds to the step: recomputation and stalls."""
     bound_s: float
-    """No plan recomputes less."""
+    """No plan adds less."""
 
 
-def fastest(problem: remat.RematProblem, budget_bytes: int, limit_s: float = 300.0) -> Optimum | None:
+def fastest(
+    problem: remat.RematProblem, budget_bytes: int, limit_s: float = 300.0, *, method: remat.Method = "recompute"
+) -> Optimum | None:
     """Return the optimum under ``budget_bytes``, static bytes included; ``None`` if none fits or the time ran out."""
-    return _Program(problem, budget_bytes - problem.static_bytes).solve(limit_s)
+    program = _HybridProgram if method == "hybrid" else _Program
+    return program(problem, budget_bytes - problem.static_bytes).solve(limit_s)
 
 
 def shortest_makespan_s(problem: fleet.FleetProblem, limit_s: float = 60.0) -> float | None:
@@ -167,11 +175,16 @@ class _Program:
                 if stage > self.num_forward:
                     before = self.columns["held", stage - 1, storage, 0]
                     column = self.columns["run", stage - 1, producer, 0]
-                    self._at_most({held: 1.0, before: -1.0, column: -1.0}, 0.0)
+                    self._at_most({held: 1.0, before: -1.0, column: -1.0, **self._fetched(stage - 1, storage)}, 0.0)
                 for user in self._possible_users(storage, stage)[1:]:
                     run, constant = self._is_run(stage, user)
                     column = self.columns["run", stage, producer, 0]
-                    self._at_most({**run, held: -1.0, column: -1.0}, -constant)
+                    self._at_most({**run, held: -1.0, column: -1.0, **self._fetched(stage, storage)}, -constant)
+
+    def _fetched(self, stage: int, storage: int) -> dict[int, float]:
+        """Return a term of -1 if a storage comes back in a stage."""
+        del stage, storage
+        return {}
 
     def _forward_memory(self) -> None:
         """Bound the memory of forward: storages held for backward, and storages that forward still reads."""
@@ -184,8 +197,13 @@ class _Program:
                 if entry.producer <= index <= last:
                     used += entry.size_bytes / self.unit
                 elif entry.producer <= index and self.stages:
-                    row[self.columns["held", first, storage, 0]] = entry.size_bytes / self.unit
+                    row[self._there(index, storage)] = entry.size_bytes / self.unit
             self._at_most(row, self.budget - used)
+
+    def _there(self, index: int, storage: int) -> int:
+        """Return the column that says that forward operator ``index`` runs beside a storage that it needs no more."""
+        del index
+        return self.columns["held", self.num_forward, storage, 0]
 
     def _backward_memory(self, stage: int) -> None:
         """Bound the memory of each stage: what it begins with, plus what it makes, less what it has freed."""
@@ -206,10 +224,17 @@ class _Program:
             for column in run:
                 peak[column] += workspace
             own = sum(self._size(output) for output in problem.operators[stage].outputs) if operator == stage else 0.0
+            for column, size in self._moved(stage, operator).items():
+                peak[column] = peak.get(column, 0.0) + size
             self._at_most(peak, self.budget - others - constant * workspace - own)
             for storage in self.storages:
                 if operator in self._possible_users(storage, stage):
                     now[self._free(stage, storage, operator)] = -self._size(storage)
+
+    def _moved(self, stage: int, operator: int) -> dict[int, float]:
+        """Return what lanes add to the memory of an operator in a stage, and take from it."""
+        del stage, operator
+        return {}
 
     def _free(self, stage: int, storage: int, operator: int) -> int:
         """Return the column that says that a storage is freed after an operator of a stage, its last reader."""
@@ -235,3 +260,133 @@ class _Program:
 
     def _size(self, storage: int) -> float:
         return self.problem.storages[storage].size_bytes / self.unit
+
+
+class _HybridProgram(_Program):
+    """The same with storages that leave and come back over lanes."""
+
+    def _variables(self) -> None:
+        super()._variables()
+        entries = self.problem.storages
+        self.movable = [
+            storage for storage in self.storages if not entries[storage].is_output and not entries[storage].must_stay
+        ]
+        for storage in self.movable:
+            self._add(("swapped", 0, storage, 0), 0.0, 1.0, True)
+            for index in self._after_forward_use(storage):
+                self._add(("gone", index, storage, 0), 0.0, 1.0, True)
+                self._add(("there", index, storage, 0), 0.0, 1.0, False)
+            for stage in self.stages:
+                self._add(("begins", stage, storage, 0), 0.0, 1.0, True)
+                self._add(("leaves", stage, storage, 0), 0.0, 1.0, False)
+                self._add(("out", stage, storage, 0), 0.0, 1.0, False)
+        for stage in self.stages:
+            self._add(("stall", stage, 0, 0), 1.0, np.inf, False)
+
+    def _after_forward_use(self, storage: int) -> range:
+        """Return the forward operators that run after the last one that reads a storage."""
+        used = [user for user in self.users[storage] if user < self.num_forward]
+        return range(max([*used, self.problem.storages[storage].producer]) + 1, self.num_forward)
+
+    def _there(self, index: int, storage: int) -> int:
+        return self.columns.get(("there", index, storage, 0), super()._there(index, storage))
+
+    def _fetched(self, stage: int, storage: int) -> dict[int, float]:
+        return {self.columns["begins", stage, storage, 0]: -1.0} if storage in self.movable else {}
+
+    def _moved(self, stage: int, operator: int) -> dict[int, float]:
+        moved = {self.columns["leaves", stage, storage, 0]: -self._size(storage) for storage in self.movable}
+        if operator == stage:
+            moved |= {self.columns["begins", stage, storage, 0]: self._size(storage) for storage in self.movable}
+        return moved
+
+    def _what_is_there(self) -> None:
+        super()._what_is_there()
+        for storage in self.movable:
+            self._presence(storage)
+        self._lane_out()
+        self._lane_back()
+
+    def _presence(self, storage: int) -> None:
+        """Say when a swapped storage is on the device: until it has left, and again from the beginning of its copy."""
+        columns, first = self.columns, self.num_forward
+        swapped = columns["swapped", 0, storage, 0]
+        self._at_most(
+            dict.fromkeys((columns["begins", stage, storage, 0] for stage in self.stages), 1.0) | {swapped: -1.0}, 0
+        )
+        gone = [columns["gone", index, storage, 0] for index in self._after_forward_use(storage)]
+        for index, column in zip(self._after_forward_use(storage), gone, strict=True):
+            there = columns["there", index, storage, 0]
+            self._at_most({columns["held", first, storage, 0]: 1.0, there: -1.0}, 0.0)
+            self._at_most({swapped: 1.0, column: -1.0, there: -1.0}, 0.0)
+            self._at_most({column: 1.0, swapped: -1.0}, 0.0)
+            self._at_most({column: 1.0, columns["held", first, storage, 0]: 1.0}, 1.0)
+        for column, later in itertools.pairwise(gone):
+            self._at_most({column: 1.0, later: -1.0}, 0.0)
+        for stage in self.stages:
+            held, leaves, out = (columns[what, stage, storage, 0] for what in ("held", "leaves", "out"))
+            self._at_most({swapped: 1.0, held: -1.0, out: -1.0}, 0.0)
+            self._at_most({leaves: 1.0, swapped: -1.0}, 0.0)
+            self._at_most({leaves: 1.0, held: -1.0}, 0.0)
+            if stage + 1 in self.stages:
+                self._at_most({leaves: 1.0, columns["held", stage + 1, storage, 0]: 1.0}, 1.0)
+                self._at_most({out: 1.0, columns["out", stage + 1, storage, 0]: -1.0}, 0.0)
+            for user in self._possible_users(storage, stage)[1:]:
+                run, constant = self._is_run(stage, user)
+                self._at_most({leaves: 1.0, **run}, 1.0 - constant)
+        if gone:
+            self._at_most({gone[-1]: 1.0, columns["out", first, storage, 0]: -1.0}, 0.0)
+
+    def _time(self, stage: int, *, until_own: bool = False) -> tuple[dict[int, float], float]:
+        """Return columns and a constant that add up to the time at which a stage begins, or its own operator does."""
+        operators = self.problem.operators
+        row: dict[int, float] = {}
+        for before in range(self.num_forward, stage + until_own):
+            row[self.columns["stall", before, 0, 0]] = 1.0
+            for index in range(self.num_forward):
+                row[self.columns["run", before, index, 0]] = operators[index].duration_s
+        return row, sum(operator.duration_s for operator in operators[:stage])
+
+    def _lane_out(self) -> None:
+        """Bound the bytes that have left by a moment, of those that were made after another."""
+        problem, storages = self.problem, self.problem.storages
+        per_s = problem.out_bandwidth_bytes_per_s / self.unit
+        for made in range(self.num_forward):
+            made_s = sum(operator.duration_s for operator in problem.operators[: made + 1])
+            later = [storage for storage in self.movable if storages[storage].producer >= made]
+            for index in range(made + 1, self.num_forward):
+                row = {
+                    self.columns["gone", index, storage, 0]: self._size(storage)
+                    for storage in later
+                    if index in self._after_forward_use(storage)
+                }
+                begin_s = sum(operator.duration_s for operator in problem.operators[:index])
+                if row:
+                    self._at_most(row, per_s * (begin_s - made_s))
+            for stage in self.stages:
+                row = {self.columns["out", stage, storage, 0]: self._size(storage) for storage in later}
+                columns, begin_s = self._time(stage)
+                if row:
+                    self._at_most(
+                        row | {column: -per_s * of for column, of in columns.items()}, per_s * (begin_s - made_s)
+                    )
+
+    def _lane_back(self) -> None:
+        """Bound the bytes whose copy back begins after one stage has begun and that another one needs."""
+        per_s = self.problem.in_bandwidth_bytes_per_s / self.unit
+        for first, last in itertools.combinations_with_replacement(self.stages, 2):
+            needed = [
+                storage
+                for storage in self.movable
+                if any(self.num_forward <= user <= last for user in self.users[storage])
+            ]
+            row = {
+                self.columns["begins", stage, storage, 0]: self._size(storage)
+                for storage in needed
+                for stage in range(first, last + 1)
+            }
+            (ends, end_s), (begins, begin_s) = self._time(last, until_own=True), self._time(first)
+            for column, of in ends.items():
+                row[column] = row.get(column, 0.0) - per_s * (of - begins.get(column, 0.0))
+            if needed:
+                self._at_most(row, per_s * (end_s - begin_s))

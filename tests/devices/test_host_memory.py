@@ -1,11 +1,12 @@
 """Host memory in huge pages."""
 
+import mmap
 from pathlib import Path
 
 import pytest
 import torch
 
-from penstock.devices import map_memory, want_huge_pages
+from penstock.devices import want_huge_pages
 
 MAPS = Path("/proc/self/smaps")
 
@@ -28,8 +29,12 @@ def _needs_flags():
         pytest.skip("the kernel does not tell the flags of mappings")
 
 
+def mapped(size_bytes):
+    return torch.frombuffer(mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
+
+
 def test_large_memory_asks_for_huge_pages_and_keeps_its_contents():
-    memory = map_memory(8 * 2**20)
+    memory = mapped(8 * 2**20)
     memory[::4096] = torch.arange(2048).to(torch.uint8)
     if not Path("/sys/kernel/mm/transparent_hugepage").exists():
         pytest.skip("the kernel has no huge pages")
@@ -39,13 +44,13 @@ def test_large_memory_asks_for_huge_pages_and_keeps_its_contents():
 
 
 def test_only_whole_pages_inside_are_asked_for():
-    memory = map_memory(16 * 2**20)
+    memory = mapped(16 * 2**20)
     want_huge_pages(memory.data_ptr() + 4097, 8 * 2**20)
     assert not wants_huge_pages(memory.data_ptr() + 4096)
     assert not wants_huge_pages(memory.data_ptr() + 8 * 2**20 + 4096)
 
 
 def test_small_memory_stays_as_it_is():
-    memory = map_memory(2**20)
+    memory = mapped(2**20)
     want_huge_pages(memory.data_ptr(), memory.nbytes)
     assert not wants_huge_pages(memory.data_ptr())

@@ -7,12 +7,13 @@
 - `max_batch`: the largest batch that fits a budget.
 - `RematProblem`, `Operator`, `Storage`: a step as the planner sees it, which can be saved to a file and loaded.
 - `plan`, `pareto`, `smallest_budget_bytes`: a `RematPlan` for one budget or many, made of `Decision`s. `Method` says
-  what a plan may use.
+  what a plan may use. `least_extra_s`: a bound that no plan for a budget can be below.
 - `verify`, `live_bytes`: an independent check of a plan, and the bytes that are held while each operator runs.
 - `optimizer_state_bytes`: the bytes that an optimizer holds, or will hold after its first step.
 - `compile_backend`: what ``torch.compile(backend="penstock")`` calls. `Backend`: a backend that can be closed.
 """
 
+from penstock.remat._bound import least_extra_s as least_extra_s
 from penstock.remat._decision import Decision as Decision
 from penstock.remat._door import Backend as Backend
 from penstock.remat._door import CompiledFunction as CompiledFunction

@@ -1,7 +1,9 @@
 """A plan as text: the decision on every storage and its reason, largest first."""
 
+import math
 from dataclasses import dataclass
 
+from penstock.remat._bound import least_extra_s
 from penstock.remat._plan import RematPlan
 from penstock.remat._problem import RematProblem
 from penstock.units import format_bytes, format_duration
@@ -68,7 +70,8 @@ class Planned:
             f"peak {format_bytes(plan.peak_bytes)}{budget} (without a plan {format_bytes(plan.keep_all_peak_bytes)}), "
             f"of which {format_bytes(problem.static_bytes)} are held all along",
             f"extra time {format_duration(plan.extra_s)} on {format_duration(plan.step_s)} of operators "
-            f"({plan.extra_s / max(plan.step_s, 1e-12):.1%}), of which stalls {format_duration(plan.stall_s)}",
+            f"({plan.extra_s / max(plan.step_s, 1e-12):.1%}), of which stalls {format_duration(plan.stall_s)}"
+            + self._bound(),
         ]
         reasons = self.reasons()
         for index, reason in reasons[:most]:
@@ -78,6 +81,14 @@ class Planned:
         if most is not None and len(reasons) > most:
             lines.append(f"  and {len(reasons) - most} smaller ones")
         return "\n".join(lines)
+
+    def _bound(self) -> str:
+        """Return how much time every plan for the budget adds, as text; nothing if that is none."""
+        least_s = least_extra_s(self.problem, self.budget_bytes) if self.plan.extra_s and self.has_budget else 0.0
+        if not 0 < least_s < math.inf:
+            return ""
+        share = least_s / max(self.plan.step_s, 1e-12)
+        return f"; no plan for this budget adds less than {format_duration(least_s)} ({share:.1%})"
 
     def _is_kept_for_others(self, index: int) -> bool:
         slots = self.plan.slots[self.problem.num_forward :]
