@@ -29,6 +29,7 @@ SMALL_LANE_BYTES_PER_S = 2e9
 """Bandwidth of the lanes of small steps: a storage takes 4 to 32 ms, an operator 1 to 100."""
 WIDTH, BATCH, LENGTH = 256, 8, 256
 TOKENS = BATCH * LENGTH
+METHODS: tuple[remat.Method, ...] = ("recompute", "hybrid")
 SHARES = (0.0, 0.2, 0.4, 0.6, 0.8)
 """Budgets of small steps, from the smallest that the planner finds to all kept."""
 BUDGETS_MIB = (240.0, 160.0, 100.0, 64.4, 58.0, 51.5)
@@ -124,8 +125,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     first = captured(2 if settings.quick else 8)
     _curve(first, rows)
     num_networks = {8: 1} if settings.quick else {8: 5, 12: 5, 16: 5, 20: 2}
-    methods: tuple[remat.Method, ...] = ("recompute", "hybrid")
-    for method in methods:
+    for method in METHODS:
         _beside_optimum(num_networks, method, settings.limit_s, rows)
     _large(first if settings.quick else captured(settings.layers), rows)
     write(settings.json, {"flops": FLOPS, "bytes_per_s": BYTES_PER_S, "lane_bytes_per_s": LANE_BYTES_PER_S}, rows)
@@ -155,6 +155,10 @@ def _curve(problem: remat.RematProblem, rows: list[Row]) -> None:
             rows.append(
                 Row(name=name, metric=f"extra time at {budget_mib:g} MiB", value=plan.extra_s / plan.step_s, unit="")
             )
+        for method in METHODS:
+            least = remat.least_extra_s(problem, int(budget_mib * MIB), method=method) / problem.step_s
+            line.append(f"{least:.2%}")
+            rows.append(Row(name=method, metric=f"bound of extra time at {budget_mib:g} MiB", value=least, unit=""))
         lines.append(line)
     again = set(rerun_by_checkpoints(problem, [f"blocks.{index}" for index in range(100)]))
     extra = (
@@ -167,7 +171,8 @@ def _curve(problem: remat.RematProblem, rows: list[Row]) -> None:
         smallest = remat.smallest_budget_bytes(problem, method=name)  # type: ignore[arg-type]
         rows.append(Row(name=name, metric="smallest budget", value=smallest, unit="bytes"))
         print(f"smallest budget, {name}: {smallest / MIB:.1f} MiB")
-    show("extra operator time by budget in MiB", ["budget", *ways], lines)
+    bounds = [f"bound, {method}" for method in METHODS]
+    show("extra operator time by budget in MiB", ["budget", *ways, *bounds], lines)
 
 
 def _beside_optimum(num_networks: dict[int, int], method: remat.Method, limit_s: float, rows: list[Row]) -> None:
@@ -230,8 +235,7 @@ def _large(problem: remat.RematProblem, rows: list[Row]) -> None:
     keep_all_bytes = remat.plan(problem, 2**62).keep_all_peak_bytes
     problem = problem.scaled(out=2 * LANE_BYTES_PER_S, back=2 * LANE_BYTES_PER_S)
     budgets = [int(keep_all_bytes * (0.12 + 0.044 * step)) for step in range(20)]
-    methods: tuple[remat.Method, ...] = ("recompute", "hybrid")
-    for method in methods:
+    for method in METHODS:
         for what, asked in (("one budget", budgets[8:9]), ("20 budgets", budgets)):
             start_s = time.perf_counter()
             plans = remat.pareto(problem, asked, method=method)

@@ -22,7 +22,8 @@ ABLATIONS = {
     "without compaction": {"compact": False},
     "without reordering": {"reorder": False},
     "without sum first": {"sum_first": False},
-    "without any pass": {"compact": False, "reorder": False, "sum_first": False},
+    "without reused sums": {"reuse_sums": False},
+    "without any pass": {"compact": False, "reorder": False, "sum_first": False, "reuse_sums": False},
     "eager emitter": {"emitter": "eager"},
 }
 """Our layers, compiled otherwise."""

@@ -412,12 +412,19 @@ ENTRIES = {
         ),
     ),
     "cpu-planner": Entry(
-        shows="Plans compared with the optimum of a mixed-integer program, and with a checkpoint per block",
+        shows="Plans compared with optima, with a lower bound, and with a checkpoint per block",
         command="planner",
         figures=(
             Figure(
                 label="recompute: step over the optimum's: {}", name="recompute",
                 metric="step over the optimum's, mean", of="value", form=".3f",
+            ),
+            Figure(
+                label="hybrid: {}", name="hybrid", metric="step over the optimum's, mean", of="value", form=".3f",
+            ),
+            Figure(
+                label="13,822 operators, hybrid: step over the bound's at most {}", name="hybrid, 20 budgets",
+                metric="step over the bound's, worst", of="value", form=".3f",
             ),
             Figure(
                 label="extra time at a checkpoint's peak: {}", name="recompute", metric="extra time at 64.4 MiB",
