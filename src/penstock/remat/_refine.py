@@ -2,8 +2,9 @@
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ _LARGE_GRAPH = 1000
 """Number of operators from which a simulation takes so long that threads are worth it."""
 Counts = NDArray[np.int64]
 """A number per operator."""
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 _SEARCH_OPERATORS = 60_000_000
 """Limit of operators played in all simulations, for exchanges and for annealing each."""
 
@@ -35,14 +38,22 @@ def refined(space: Space, fitting: Sequence[Candidate], budget_bytes: int, befor
     # Starts with lower peaks end better, although they are slower, so both count.
     different.sort(key=lambda start: start.peak_bytes * (space.graph.step_s + start.extra_s))
     starts = different[:num_starts] if before is None or num_starts > MIN_STARTS else [before]
-    best = min(
-        [*different, *(given_back(space, start, budget_bytes) for start in starts)], key=lambda start: start.extra_s
-    )
+    ends = _mapped(space, lambda start: given_back(space, start, budget_bytes), starts)
+    best = min([*different, *ends], key=lambda start: start.extra_s)
     if num_starts > MIN_STARTS:
         best = _exchanged(space, best, budget_bytes)
     if space.graph.num_operators <= _SMALL_GRAPH:
         best = _annealed(space, best, budget_bytes)
     return best
+
+
+def _mapped(space: Space, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+    """Return the function's results, in order; those of a large graph are computed by several threads."""
+    num_threads = torch.get_num_threads() if space.graph.num_operators >= _LARGE_GRAPH else 1
+    if num_threads == 1:
+        return list(map(function, items))
+    with ThreadPoolExecutor(num_threads, "penstock planner") as pool:
+        return list(pool.map(function, items))
 
 
 def relaxed(space: Space, start: Candidate, budget_bytes: int) -> Candidate:
@@ -99,16 +110,13 @@ def _promise(space: Space, producer: int) -> float:
 def _gains(
     space: Space, best: Candidate, again: Counts, producers: Sequence[int], budget_bytes: int, tries: Tries
 ) -> list[float]:
-    """Return the gain of each operator; those of a large graph are computed by several threads."""
-    num_threads = torch.get_num_threads() if space.graph.num_operators >= _LARGE_GRAPH else 1
+    """Return the gain of each operator."""
     counts = [Tries() for _ in producers]
 
     def gain(number: int) -> float:
         return _gain(space, best, again, producers[number], budget_bytes, counts[number])[0]
 
-    with ThreadPoolExecutor(num_threads, "penstock planner") as pool:
-        run = pool.map if num_threads > 1 else map
-        gains = list(run(gain, range(len(producers))))
+    gains = _mapped(space, gain, range(len(producers)))
     tries.count += sum(count.count for count in counts)
     return gains
 
