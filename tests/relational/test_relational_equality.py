@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from relational_layers import heads, many_functions, plain, random_graph, rgat, rgcn, tensors
 
+from penstock.relational import RelationalGraph
+
 LAYERS = {"rgcn": rgcn, "rgat": rgat, "heads": heads, "many_functions": many_functions}
 PASSES = [
     *(
@@ -109,8 +111,6 @@ def test_a_block_has_sources_and_targets_of_its_own():
     generator = torch.Generator().manual_seed(2)
     whole = random_graph(12, 50, 4, generator)
     keep = whole.edge_index[1] < 5
-    from penstock.relational import RelationalGraph
-
     block = RelationalGraph(whole.edge_index[:, keep], whole.edge_type[keep], num_nodes=(12, 5), num_edge_types=4)
     arguments = tensors("rgat", whole, 4, torch.float64, generator)
     for compiled in (COMPILED["rgat", "c", 0], COMPILED["rgat", "eager", 0]):
@@ -122,3 +122,30 @@ def test_a_block_has_sources_and_targets_of_its_own():
         )
         for mine, theirs in zip(of_block, of_whole, strict=True):
             torch.testing.assert_close(mine, theirs)
+
+
+@pytest.fixture
+def uninitialized_is_nan():
+    """New tensors hold NaN where nothing is written."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.usefixtures("uninitialized_is_nan")
+def test_nodes_that_no_edge_enters_have_zeros(name, num_threads):
+    """Nodes without edges are first, last, between others, and where the rows of two threads meet."""
+    generator = torch.Generator().manual_seed(0)
+    entered = torch.tensor([3, 4, 7, 20, 21, 22, 50])
+    ranks = torch.randint(len(entered), (2, 9000), generator=generator).sort().values
+    graph = RelationalGraph(entered[ranks], torch.randint(5, (9000,), generator=generator), num_nodes=60)
+    arguments = tensors(name, graph, 6, torch.float64, generator)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        check(name, COMPILED[name, "c", 0], graph, arguments, generator, tolerance=1e-8)
+    finally:
+        torch.set_num_threads(before)

@@ -203,6 +203,7 @@ class _FunctionWriter:
             f"*to = is_first ? x : {_joined(program[place])}; }}\n"
             for place in sums
         )
+        empty = "".join(f"memset(b{place} + e * {sizes[place]}, 0, sizeof(real) * {sizes[place]});\n" for place in sums)
         body = "\n".join([self._row_of_position(), *self.row.body])
         return f"""{self._declarations()}
     const int64_t n = c->num_positions, runs = n > 4096 ? c->num_threads : 1;
@@ -215,6 +216,9 @@ class _FunctionWriter:
         int64_t p = n * run / runs;
         const int64_t end = n * (run + 1) / runs;
         int64_t group = p < end ? group_of(c->starts, c->num_groups, p) : 0;
+        for (int64_t e = 0; run == 0 && e < group; e++) {{
+            {empty}
+        }}
         while (p < end) {{
             const int64_t begin = p, stop = c->starts[group + 1] < end ? c->starts[group + 1] : end;
             {first}
@@ -228,7 +232,10 @@ class _FunctionWriter:
                 owners[slot] = group;
                 {part}
             }}
-            do group++; while (p < end && c->starts[group + 1] <= p);
+            for (group++; group < c->num_groups && c->starts[group + 1] <= p; group++) {{
+                const int64_t e = group;
+                {empty}
+            }}
         }}
     }}
     int64_t before = -1;

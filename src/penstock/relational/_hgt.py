@@ -84,8 +84,12 @@ class HGTConv(nn.Module):
         sizes = [len(x[name]) for name in self.node_types] if isinstance(x, Mapping) else None
         graph = self._graph(graph, sizes)
         features = self._features(x, graph)
-        projected = [self.kqv_lin(name, rows) for name, rows in zip(self.node_types, features, strict=True)]
-        key, query, value = torch.cat(projected).view(-1, 3, self.heads, self.out_channels // self.heads).unbind(1)
+        shape = (-1, 3, self.heads, self.out_channels // self.heads)
+        by_type = [
+            self.kqv_lin(name, rows).view(shape).unbind(1) for name, rows in zip(self.node_types, features, strict=True)
+        ]
+        # Parts of one tensor of all types would have to be copied again, since kernels read rows without gaps.
+        key, query, value = (torch.cat(parts) for parts in zip(*by_type, strict=True))
         total = _attention(graph, key, query, value, self._by_edge_type(self.k_rel), self._by_edge_type(self.v_rel),
                            self._prior())  # fmt: skip
         parts = total.reshape(-1, self.out_channels).split([len(rows) for rows in features])

@@ -102,8 +102,9 @@ class _CCall(ProgramCall):
 
     def traverse(self, kernel: Kernel) -> None:
         roots = kernel.traversal.roots
+        has_rows = self.indexes.count(kernel.traversal.over) > 0
         for root in roots:
-            self.make(root)
+            self.make(root, writes_all=has_rows)
         context = self._context(kernel, roots)
         if context.num_positions:
             _check(self.compiled.functions[kernel.name](ctypes.byref(context)))

@@ -165,8 +165,8 @@ class ProgramCall(ABC):
             if len(free) < self._to_make[value.numel(), value.dtype]:
                 free.append(value.view(-1))
 
-    def make(self, place: int) -> torch.Tensor:
-        """Return memory for a value; zeros if not every row is written."""
+    def make(self, place: int, *, writes_all: bool = False) -> torch.Tensor:
+        """Return memory for a value; zeros unless every row has a part, or the caller writes those that have none."""
         operation = self.program[place]
         shape = (self.indexes.count(operation.domain), *operation.shape)
         size = self._size(place)
@@ -174,7 +174,7 @@ class ProgramCall(ABC):
         self._to_make[size] -= 1
         self._own.add(place)
         # Every pair has edges, but a node may have none.
-        zeros = isinstance(operation, Reduce) and operation.domain not in ENDS
+        zeros = isinstance(operation, Reduce) and operation.domain not in ENDS and not writes_all
         if free:
             memory = free.pop().view(shape)
         else:
