@@ -7,8 +7,10 @@ import torch
 
 from penstock.arguments import checked
 
-HUGE_PAGE_BYTES = 2 * 2**20
+_HUGE_PAGE_BYTES = 2 * 2**20
 """Size of a huge page on x86-64, and on ARM with pages of 4 KiB."""
+_HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
+"""The system's number for the request; ``None`` where it knows none."""
 _libc = ctypes.CDLL(None)
 
 
@@ -32,5 +34,5 @@ def want_huge_pages(address: int, size_bytes: int) -> None:
     # A pool of memory touched before would be as fast, but it would hold memory that the step needs.
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     whole = (address + size_bytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
-    if whole >= HUGE_PAGE_BYTES:
-        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(whole), mmap.MADV_HUGEPAGE)
+    if whole >= _HUGE_PAGE_BYTES and _HUGE_PAGES is not None:
+        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(whole), _HUGE_PAGES)

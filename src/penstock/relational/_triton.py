@@ -150,10 +150,10 @@ class _TritonCall(ProgramCall):
             return chosen
         key = (kernel.name, shape, self.device)
         compiling = self.compiled.compiling
-        if key not in compiling:
+        others = compiling.get(key)
+        if others is None:
             compiling[key] = {}  # the first call compiles the likeliest, and nothing beside it
             return tried[0]
-        others = compiling[key]
         if not others:
             for schedule in tried[1:]:
                 others[schedule] = BACKGROUND.submit(self._compiler(kernel, function, arguments, schedule))
@@ -165,7 +165,7 @@ class _TritonCall(ProgramCall):
             compiled, key=lambda schedule: _mean_ms(lambda: self._go_through(kernel, function, arguments, schedule))
         )
         choices.keep(kernel.name, shape, chosen)
-        del compiling[key]
+        compiling.pop(key, None)  # unless another thread was as fast
         return chosen
 
     def _compiler(

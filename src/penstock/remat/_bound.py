@@ -22,7 +22,7 @@ from penstock.remat._problem import Method, RematProblem
 from penstock.remat._simulate import FlatProblem, simulate
 
 _MOST_OPERATORS = 64
-"""The most operators at which the bound is computed: those with the largest excess, and some between them."""
+"""The most operators at which the bound is computed, spread over those that exceed the budget."""
 _HALVINGS = 60
 """Halvings of an interval of seconds, down to the precision of a float."""
 
