@@ -392,6 +392,10 @@ USES |= {
         call=remat.plan, good=lambda _: {"problem": remat_problem(), "budget_bytes": 2**30},
         check=lambda plan, arguments: remat.verify(arguments["problem"], plan),
     ),
+    "remat.least_extra_s": Use(
+        call=remat.least_extra_s, good=lambda _: {"problem": remat_problem(), "budget_bytes": 2**30},
+        check=lambda seconds, _: require(seconds == 0, "nothing is too large"),
+    ),
     "remat.smallest_budget_bytes": Use(
         call=remat.smallest_budget_bytes, good=lambda _: {"problem": remat_problem()},
         check=lambda size, _: require(0 < size <= 3 * 2**20, "no more than all storages"),

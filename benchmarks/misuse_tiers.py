@@ -283,6 +283,7 @@ USES |= {
         call=devices.map_memory, good=lambda _: {"size_bytes": 100},
         check=lambda memory, _: require(memory.nbytes == 100, "exact"),
     ),
+    "devices.want_huge_pages": Use(call=devices.want_huge_pages, good=lambda _: {"memory": torch.ones(2**20)}),
     "devices.pinned_memory": Use(call=devices.pinned_memory, good=lambda _: {"size_bytes": 100}),
     "devices.on_node": Use(call=devices.on_node, good=lambda _: {"node": None}, check=_entered),
     "devices.stay_on_node": Use(call=devices.stay_on_node, good=lambda _: {"node": None}),

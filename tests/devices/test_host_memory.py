@@ -38,19 +38,27 @@ def test_large_memory_asks_for_huge_pages_and_keeps_its_contents():
     memory[::4096] = torch.arange(2048).to(torch.uint8)
     if not Path("/sys/kernel/mm/transparent_hugepage").exists():
         pytest.skip("the kernel has no huge pages")
-    want_huge_pages(memory.data_ptr(), memory.nbytes)
+    want_huge_pages(memory)
     assert wants_huge_pages(memory.data_ptr() + 4 * 2**20)
     assert torch.equal(memory[::4096], torch.arange(2048).to(torch.uint8))
 
 
 def test_only_whole_pages_inside_are_asked_for():
-    memory = mapped(16 * 2**20)
-    want_huge_pages(memory.data_ptr() + 4097, 8 * 2**20)
-    assert not wants_huge_pages(memory.data_ptr() + 4096)
-    assert not wants_huge_pages(memory.data_ptr() + 8 * 2**20 + 4096)
+    area = mmap.mmap(-1, 16 * 2**20, flags=mmap.MAP_PRIVATE)
+    memory = torch.frombuffer(area, dtype=torch.uint8, offset=4097, count=8 * 2**20)
+    want_huge_pages(memory[4096:])  # of which the whole storage counts
+    assert not wants_huge_pages(memory.data_ptr())
+    assert wants_huge_pages(memory.data_ptr() + 4096)
+    assert not wants_huge_pages(memory.data_ptr() + 8 * 2**20)
 
 
 def test_small_memory_stays_as_it_is():
     memory = mapped(2**20)
-    want_huge_pages(memory.data_ptr(), memory.nbytes)
+    want_huge_pages(memory)
     assert not wants_huge_pages(memory.data_ptr())
+
+
+def test_other_memory_is_refused():
+    for other in (torch.empty(2**24, device="meta"), 4096, None):
+        with pytest.raises((TypeError, ValueError), match="memory"):
+            want_huge_pages(other)

@@ -5,12 +5,13 @@ import mmap
 
 import torch
 
-from penstock.arguments import checked
+from penstock.arguments import checked, must_be
 
 _HUGE_PAGE_BYTES = 2 * 2**20
 """Size of a huge page on x86-64, and on ARM with pages of 4 KiB."""
 _HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
 """The system's number for the request; ``None`` where it knows none."""
+_CALL = "penstock.devices.want_huge_pages(torch.empty(2**24))"
 _libc = ctypes.CDLL(None)
 
 
@@ -25,14 +26,17 @@ def map_memory(size_bytes: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def want_huge_pages(address: int, size_bytes: int) -> None:
+def want_huge_pages(memory: torch.Tensor | torch.UntypedStorage) -> None:
     """Ask for huge pages for new memory, which is otherwise mapped page by page as it is first touched.
 
-    Memory below the size of a huge page stays as it is, as does all memory where the system has no huge pages. Pages
-    outside of the memory do not change, and its contents neither.
+    ``memory``: a storage in main memory, or a tensor on one. One smaller than a huge page stays as it is, as does all
+    memory where the system has no huge pages. Pages outside of the storage do not change, and its contents neither.
     """
     # A pool of memory touched before would be as fast, but it would hold memory that the step needs.
-    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-    whole = (address + size_bytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+    if not isinstance(memory, torch.Tensor | torch.UntypedStorage) or memory.device.type != "cpu":
+        raise must_be("memory", "a tensor in main memory, or its storage", memory, _CALL)
+    storage = memory.untyped_storage() if isinstance(memory, torch.Tensor) else memory
+    start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    whole = (storage.data_ptr() + storage.nbytes() - start) // mmap.PAGESIZE * mmap.PAGESIZE
     if whole >= _HUGE_PAGE_BYTES and _HUGE_PAGES is not None:
         _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(whole), _HUGE_PAGES)

@@ -180,7 +180,7 @@ class ProgramCall(ABC):
         else:
             memory = torch.empty(shape, dtype=size[1], device=self.device)
             if self.device.type == "cpu":
-                want_huge_pages(memory.data_ptr(), memory.nbytes)
+                want_huge_pages(memory)
         self.values[place] = memory.zero_() if zeros else memory
         return memory
 

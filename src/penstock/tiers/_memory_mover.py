@@ -110,7 +110,7 @@ class MemoryMover:
         if into is None or not into.resizable():
             return allocate(handle.size_bytes, handle.address_remainder)
         into.resize_(handle.size_bytes)
-        want_huge_pages(into.data_ptr(), handle.size_bytes)
+        want_huge_pages(into)
         return into
 
     def start_in(self, handle: Handle, storage: torch.UntypedStorage, room: Room) -> None:
@@ -272,7 +272,7 @@ def allocate(size_bytes: int, address_remainder: int) -> torch.UntypedStorage:
         return torch.UntypedStorage(0)
     block = torch.empty(size_bytes + _ADDRESS_BYTES, dtype=torch.uint8)
     start = block.data_ptr() + (address_remainder - block.data_ptr()) % _ADDRESS_BYTES
-    want_huge_pages(block.data_ptr(), block.nbytes)
+    want_huge_pages(block)
     memory = (ctypes.c_char * size_bytes).from_address(start)
     memory.block = block.untyped_storage()  # type: ignore[attr-defined]  # lives as long as the storage that borrows from it
     return torch.frombuffer(memory, dtype=torch.uint8, count=size_bytes).untyped_storage()
