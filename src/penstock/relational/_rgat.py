@@ -29,8 +29,7 @@ def _attention(
     mod: str | None,
     heads: int,
     dim: int,
-    with_shares: bool,
-) -> Value | tuple[Value, Value]:
+) -> tuple[Value, Value]:
     for e in g.edges():
         source = x[e.src] @ weight[e.etype]
         target = x[e.dst] @ weight[e.etype]
@@ -53,7 +52,7 @@ def _attention(
             message = (factor if added is None else factor + added) * source.reshape(heads, 1, -1)
     for n in g.nodes():
         total = n.sum(message)
-    return (total, share) if with_shares else total
+    return total, share
 
 
 class RGATConv(nn.Module):
@@ -154,19 +153,16 @@ class RGATConv(nn.Module):
         check_more(graph, edge_attr=edge_attr)
         if not isinstance(return_attention_weights, bool | None):
             raise must_be("return_attention_weights", "True, False or None", return_attention_weights, "conv(x, graph)")
-        with_shares = return_attention_weights is not None
-        result = _attention(
+        result, share = _attention(
             graph, x, self._weight(), self.q, self.k, self._edge_score(edge_attr, graph),
             self.w if self.mod == "additive" else None, self.attention_per_relation,
             self.attention_mode.startswith("additive"), self.attention_mechanism == "within-relation",
             self.negative_slope, self.dropout if self.training else 0.0, self.mod, self.heads, self.dim,
-            with_shares,
         )  # fmt: skip
-        result, share = result if with_shares else (result, None)
         result = self._modified(result.reshape(len(result), self.heads, self.dim, self.out_channels), x, graph)
         result = result.flatten(1) if self.concat else result.mean(1).flatten(1)
         result = result if self.bias is None else result + self.bias
-        return (result, (graph.edge_index, share)) if with_shares else result
+        return result if return_attention_weights is None else (result, (graph.edge_index, share))
 
     def _add_parameters(self, bias: bool) -> None:
         width = self.heads * self.out_channels
