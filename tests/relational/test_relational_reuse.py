@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.relational import RelationalGraph, dot, dropout, layer, softmax
 from penstock.relational._domain import OF_TYPES
 from penstock.relational._lower import ROW_BY_ROW
+from penstock.relational._run import _compiled_program
 from penstock.relational._share import MOST_NUMBERS, shared
 
 GRAPH = 20, 80, 4
@@ -107,8 +108,6 @@ def test_scores_are_raised_once_in_backward(graph, compiled):
 def test_only_few_numbers_an_edge_are_stored(graph, compiled, name):
     arguments = tensors(name, graph, 4, torch.float64, torch.Generator().manual_seed(0))
     traced, descriptions, is_unified = compiled._asked(graph, (), arguments)
-    from penstock.relational._run import _compiled_program
-
     program = _compiled_program(
         compiled, graph, traced, descriptions, is_grad_enabled=True, is_unified=is_unified
     ).backward.program

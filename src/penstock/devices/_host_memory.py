@@ -11,7 +11,6 @@ _HUGE_PAGE_BYTES = 2 * 2**20
 """Size of a huge page on x86-64, and on ARM with pages of 4 KiB."""
 _HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
 """The system's number for the request; ``None`` where it knows none."""
-_CALL = "penstock.devices.want_huge_pages(torch.empty(2**24))"
 _libc = ctypes.CDLL(None)
 
 
@@ -34,7 +33,8 @@ def want_huge_pages(memory: torch.Tensor | torch.UntypedStorage) -> None:
     """
     # A pool of memory touched before would be as fast, but it would hold memory that the step needs.
     if not isinstance(memory, torch.Tensor | torch.UntypedStorage) or memory.device.type != "cpu":
-        raise must_be("memory", "a tensor in main memory, or its storage", memory, _CALL)
+        example = "penstock.devices.want_huge_pages(torch.empty(2**24))"
+        raise must_be("memory", "a tensor in main memory, or its storage", memory, example)
     storage = memory.untyped_storage() if isinstance(memory, torch.Tensor) else memory
     start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     whole = (storage.data_ptr() + storage.nbytes() - start) // mmap.PAGESIZE * mmap.PAGESIZE

@@ -180,8 +180,11 @@ class _FunctionWriter:
             f"    for (int64_t p = 0; p < c->num_positions; p++) {{\n{body}\n    }}"
         )
 
-    def _segmented(self, sums: list[int]) -> str:
-        """Return the loop over runs of rows, with the groups inside each run."""
+    def _of_sums(self, sums: list[int]) -> tuple[int, str, str, str, str, str]:
+        """Return the numbers that all sums of a group have, and what the loop over groups does with them.
+
+        That is to begin a group's sums, to write whole ones, to write parts, to join those, and to write zeros.
+        """
         program = self.row.program
         sizes = {place: math.prod(program[place].shape) for place in sums}
         starts, offset = {}, 0
@@ -204,6 +207,11 @@ class _FunctionWriter:
             for place in sums
         )
         empty = "".join(f"memset(b{place} + e * {sizes[place]}, 0, sizeof(real) * {sizes[place]});\n" for place in sums)
+        return offset, first, whole, part, join, empty
+
+    def _segmented(self, sums: list[int]) -> str:
+        """Return the loop over runs of rows, with the groups inside each run."""
+        offset, first, whole, part, join, empty = self._of_sums(sums)
         body = "\n".join([self._row_of_position(), *self.row.body])
         return f"""{self._declarations()}
     const int64_t n = c->num_positions, runs = n > 4096 ? c->num_threads : 1;

@@ -44,11 +44,9 @@ def least_extra_s(problem: RematProblem, budget_bytes: int, *, method: Method = 
 def _chosen(excess: NDArray[np.int64]) -> list[int]:
     """Return the operators to look at: the worst of each of several runs of operators that exceed the budget."""
     (over,) = np.nonzero(excess > 0)
-    return [
-        int(run[np.argmax(excess[run])])
-        for run in np.array_split(over, min(len(over), _MOST_OPERATORS) or 1)
-        if len(run)
-    ]
+    if not len(over):
+        return []
+    return [int(run[np.argmax(excess[run])]) for run in np.array_split(over, min(len(over), _MOST_OPERATORS))]
 
 
 def _at(graph: FlatProblem, index: int, excess_bytes: int, method: Method) -> float:
