@@ -1,12 +1,13 @@
 """The cost of a step: its floating-point operations, and the bytes that it has to move at least."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from penstock.relational._domain import Domain
 from penstock.relational._graph import RelationalGraph
 from penstock.relational._ir import Constant, Count, Dot, Map, Matmul, Operation, OuterSum, Reduce, SameRows, SumTo
-from penstock.relational._lower import BlockedSum, Lowered, Outer, Product, Traversal
+from penstock.relational._lower import BlockedPass, Lowered, Outer, Product, Traversal
 from penstock.units import format_bytes
 
 _INDEX_BYTES = 4
@@ -33,24 +34,31 @@ def cost(lowered: Lowered, number: int, graph: RelationalGraph, element_bytes: i
         operation = program[place]
         return indexes.count(operation.domain) * math.prod(operation.shape) * element_bytes
 
-    def cost_of(traversal: Traversal, *, writes: bool) -> Cost:
+    def cost_of(traversal: Traversal, written: Collection[int]) -> Cost:
         rows = indexes.count(traversal.over)
         computed, read = _closure(lowered, traversal)
         looked_up = {program[place].domain for place in read} - {traversal.over, traversal.by, Domain.ONE}
-        moved = sum(map(size, {*read, *(traversal.roots if writes else ())}))
+        moved = sum(map(size, {*read, *written}))
         moved += rows * _INDEX_BYTES * (len(looked_up) + (traversal.by is not None))
         return Cost(rows * sum(_flops_of_a_row(lowered, program[place]) for place in computed), moved)
 
     if isinstance(step, Traversal):
-        return cost_of(step, writes=True)
+        return cost_of(step, step.roots)
+    if isinstance(step, BlockedPass):
+        rows, products = indexes.count(step.over), [part.product for part in step.sums]
+        before = Cost(0, 0) if step.rows is None else cost_of(step.rows, lowered.stored.intersection(step.rows.roots))
+        results = [*(part.place for part in step.sums), *step.outers]
+        operands = {program[product].operands[0] for product in products}
+        operands.update(*(program[place].operands for place in step.outers))
+        operands -= set() if step.rows is None else set(step.rows.roots)
+        indexed = {program[place].domain for place in operands} - {step.over, Domain.ONE}
+        matrices = {program[product].operands[1] for product in products}
+        added = [part.onto for part in step.sums if part.onto is not None]
+        moved = sum(map(size, [*operands, *matrices, *results, *added]))
+        moved += rows * _INDEX_BYTES * (len(indexed) + (1 if step.sums else 0))
+        flops = rows * sum(_flops_of_a_row(lowered, program[place]) for place in (*products, *results))
+        return Cost(before.flops + flops, before.bytes + moved)
     operation = program[step.place]
-    if isinstance(step, BlockedSum):
-        left, matrix = program[step.product].operands
-        rows = indexes.count(program[step.product].domain)
-        flops = rows * (_flops_of_a_row(lowered, program[step.product]) + _flops_of_a_row(lowered, operation))
-        moved = size(matrix) + size(step.place) * (1 if step.onto is None else 2) + rows * _INDEX_BYTES
-        before = Cost(0, size(left)) if step.rows is None else cost_of(step.rows, writes=False)
-        return Cost(flops + before.flops, moved + before.bytes)
     moved = size(step.place) + sum(
         size(place) for place in operation.operands if not isinstance(program[place], Constant)
     )

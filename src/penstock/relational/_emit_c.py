@@ -6,6 +6,7 @@ added in order afterwards, so that results are bit-identical from run to run wit
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.errors import InternalError
@@ -22,12 +23,11 @@ from penstock.relational._ir import (
     Program,
     Reduce,
     Reshape,
-    SameRows,
     Shape,
     Slice,
     SumTo,
 )
-from penstock.relational._lower import BlockedSum, Kernel, Lowered, Traversal
+from penstock.relational._lower import BlockedPass, Kernel, Lowered, Traversal
 
 _SIMD = '_Pragma("omp simd reduction(+:sum)")'
 MOST_LOCAL = 16
@@ -71,7 +71,7 @@ def emit(lowered: Lowered, dtype: str) -> tuple[str, dict[int, Kernel]]:
     """Return the C source of all traversals, and their kernels by step number. ``dtype``: float32 or float64."""
     functions, kernels = [], {}
     for number, step in enumerate(lowered.steps):
-        if isinstance(step, BlockedSum) and step.rows is not None:
+        if isinstance(step, BlockedPass) and step.rows is not None:
             writer = _FunctionWriter(_RowWriter(lowered, step.rows), f"step{number}")
             functions.append(writer.function_of_groups())
             kernels[number] = writer.kernel()
@@ -104,21 +104,29 @@ class _FunctionWriter:
         return Kernel(self.name, self.row.traversal, tuple(self.row.domains), tuple(self.row.inputs))
 
     def function_of_groups(self) -> str:
-        """Return the function of a traversal with one sum: the results of some groups, one after the other."""
-        (root,) = self.row.traversal.roots
-        operation = self.row.program[root]
-        self.row.add_root(root)
-        size = math.prod(operation.shape)
+        """Return the function that computes the sums of some groups, each sum's results one after the other."""
+        for root in self.row.traversal.roots:
+            self.row.add_root(root)
+        program, traversal = self.row.program, self.row.traversal
+        sums = {place: math.prod(program[place].shape) for place in traversal.sums(program)}
+        begin = "".join(
+            f"real a{place}[{size}]; "
+            f"for (int j = 0; j < {size}; j++) a{place}[j] = {_neutral(program[place])};\n"
+            for place, size in sums.items()
+        )
+        end = "".join(
+            f"memcpy(results[{number}] + (group - begin) * {size}, a{place}, sizeof a{place});\n"
+            for number, (place, size) in enumerate(sums.items())
+        )
         body = "\n".join([self._row_of_position(), *self.row.body])
-        return f"""int {self.name}(const Context *c, int64_t begin, int64_t end, real *results) {{
-{self._declarations(with_roots=False)}
+        return f"""int {self.name}(const Context *c, int64_t begin, int64_t end, real *const *results) {{
+{self._declarations([root for root in traversal.roots if root not in sums])}
     for (int64_t group = begin; group < end; group++) {{
-        real a{root}[{size}];
-        for (int j = 0; j < {size}; j++) a{root}[j] = {_neutral(operation)};
+        {begin}
         for (int64_t p = c->starts[group]; p < c->starts[group + 1]; p++) {{
 {body}
         }}
-        memcpy(results + (group - begin) * {size}, a{root}, sizeof a{root});
+        {end}
     }}
     return 0;
 }}
@@ -128,18 +136,15 @@ class _FunctionWriter:
         """Return the function of any other traversal."""
         for root in self.row.traversal.roots:
             self.row.add_root(root)
-        sums = [place for place in self.row.traversal.roots if isinstance(self.row.program[place], Reduce)]
+        sums = self.row.traversal.sums(self.row.program)
         text = self._segmented(sums) if sums else self._plain()
         return f"int {self.name}(const Context *c) {{\n{text}\n    return 0;\n}}\n"
 
-    def _declarations(self, *, with_roots: bool = True) -> str:
-        lines = []
-        inputs = list(self.row.inputs)
-        for number, place in enumerate(inputs):
-            lines.append(f"    const real *restrict const b{place} = c->buffers[{number}];")
-        for number, place in enumerate(self.row.traversal.roots if with_roots else (), start=len(inputs)):
-            lines.append(f"    real *restrict const b{place} = c->buffers[{number}];")
-        return "\n".join(lines)
+    def _declarations(self, roots: Sequence[int]) -> str:
+        """Return the declarations of buffers: first those that are read, then those of ``roots``."""
+        names = [*(f"const real *restrict const b{place}" for place in self.row.inputs)]
+        names += [f"real *restrict const b{place}" for place in roots]
+        return "\n".join(f"    {name} = c->buffers[{number}];" for number, name in enumerate(names))
 
     def _row_of_position(self) -> str:
         lines = ["const int64_t row = c->positions ? c->positions[p] : p; (void)row;"]
@@ -175,7 +180,7 @@ class _FunctionWriter:
         """Return the loop over rows without groups."""
         body = "\n".join([self._row_of_position(), *self.row.body])
         return (
-            f"{self._declarations()}\n"
+            f"{self._declarations(self.row.traversal.roots)}\n"
             "#pragma omp parallel for num_threads((int)c->num_threads) schedule(static) if (c->num_positions > 4096)\n"
             f"    for (int64_t p = 0; p < c->num_positions; p++) {{\n{body}\n    }}"
         )
@@ -213,7 +218,7 @@ class _FunctionWriter:
         """Return the loop over runs of rows, with the groups inside each run."""
         offset, first, whole, part, join, empty = self._of_sums(sums)
         body = "\n".join([self._row_of_position(), *self.row.body])
-        return f"""{self._declarations()}
+        return f"""{self._declarations(self.row.traversal.roots)}
     const int64_t n = c->num_positions, runs = n > 4096 ? c->num_threads : 1;
     real *const parts = malloc((size_t)(2 * runs * {offset}) * sizeof(real));
     int64_t *const owners = malloc((size_t)(2 * runs) * sizeof(int64_t));
@@ -409,9 +414,7 @@ class _RowWriter:
     def _pointer(self, place: int) -> str:
         """Return a pointer to the row of a buffer that the current row reads."""
         domain = self.program[place].domain
-        source = place
-        while isinstance(self.program[source], SameRows):
-            (source,) = self.program[source].operands
+        source = self.program.names(place)[-1]
         self.inputs.setdefault(source)
         self.lookups.setdefault((source, domain))
         size = math.prod(self.program[place].shape)

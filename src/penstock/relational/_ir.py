@@ -167,6 +167,13 @@ class Program:
                 result[operand].append(place)
         return result
 
+    def names(self, place: int) -> list[int]:
+        """Return the value, and those whose rows it shares, the last of which has its memory."""
+        names = [place]
+        while isinstance(alias := self[names[-1]], SameRows):
+            names.append(alias.operands[0])
+        return names
+
     def __str__(self) -> str:
         lines = [f"%{place:<3} {_line(operation)}" for place, operation in enumerate(self.operations)]
         return "\n".join([*lines, "return " + ", ".join(f"%{place}" for place in self.outputs)])

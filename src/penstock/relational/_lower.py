@@ -6,8 +6,8 @@
   by row and combines the results in registers. Values that are computed row by row are not stored: every traversal that
   reads them computes them again. The exceptions are costly values (a dot product) that are read more than once, and
   values that a product reads.
-- *BlockedSum*: a product whose rows are only summed per node. A block of rows is multiplied and added at once, so that
-  the products never exist as a whole, nor do the sums that are multiplied, if nothing else reads them.
+- *BlockedPass*: products whose rows are only summed per node. A block of rows is multiplied and added at once, so that
+  the products never exist as a whole. `_fuse` adds what else goes through the same rows.
 - *WholeOperation*: operations that have rows only per type, or fit no template, run in PyTorch.
 
 Sums that go through the same rows in the same order share one traversal, unless one needs the other's result.
@@ -85,6 +85,10 @@ class Traversal:
     reads: set[int] = field(default_factory=set)
     """Places of the stored values that it reads."""
 
+    def sums(self, program: Program) -> list[int]:
+        """Return the roots that combine rows."""
+        return [place for place in self.roots if isinstance(program[place], Reduce)]
+
 
 @dataclass(frozen=True, slots=True)
 class BlockedSum:
@@ -94,8 +98,6 @@ class BlockedSum:
     """Place of the `Reduce`."""
     product: int
     """Place of the `Matmul`."""
-    rows: Traversal | None
-    """The traversal that computes the rows of a block; ``None`` if they are stored."""
     onto: int | None = None
     """Place of a value, read by nothing else, whose memory it adds into and takes over.
 
@@ -103,7 +105,21 @@ class BlockedSum:
     """
 
 
-Step = Product | Outer | WholeOperation | Traversal | BlockedSum
+@dataclass(frozen=True, slots=True)
+class BlockedPass:
+    """A pass through the rows of ``over``, pairs, that takes a block of them at a time."""
+
+    over: Domain
+    """The domain of the rows."""
+    sums: tuple[BlockedSum, ...] = ()
+    """Sums of products of the rows, in order."""
+    outers: tuple[int, ...] = ()
+    """Places of `OuterSum` by edge type."""
+    rows: Traversal | None = None
+    """The traversal that computes values of a block's rows first; ``None`` if all are stored."""
+
+
+Step = Product | Outer | WholeOperation | Traversal | BlockedPass
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +149,7 @@ class Kernel:
 
 
 def lower(program: Program, *, blocked: bool) -> Lowered:
-    """Return the steps of the program. ``blocked``: whether the emitter supports `BlockedSum`."""
+    """Return the steps of the program. ``blocked``: whether the emitter supports `BlockedPass`."""
     stored = _stored(program)
     sums = _blocked_sums(program, stored) if blocked else {}
     added = _added_up(program, stored, sums)
@@ -146,9 +162,12 @@ def lower(program: Program, *, blocked: bool) -> Lowered:
         if place in added:
             first, second = (sums[part] for part in added[place])
             made_by[first.place], made_by[place] = len(steps), len(steps) + 1
-            steps += [first, BlockedSum(place, second.product, second.rows, onto=first.place)]
+            last = BlockedSum(place, second.product, onto=first.place)
+            steps += [BlockedPass(program[part.product].domain, (part,)) for part in (first, last)]
             continue
-        step: Step = sums[place] if place in sums else _template(operation, place, program)
+        step: Step = _template(operation, place, program)
+        if place in sums:
+            step = BlockedPass(program[sums[place].product].domain, (sums[place],))
         if isinstance(step, Traversal):
             step.reads = _reads(program, stored, place)
             joined = _join(program, steps, step, made_by)
@@ -161,7 +180,7 @@ def lower(program: Program, *, blocked: bool) -> Lowered:
 
 
 def _blocked_sums(program: Program, stored: set[int]) -> dict[int, BlockedSum]:
-    """Return the blocked sums by the place of their `Reduce`; remove what they compute in blocks from ``stored``."""
+    """Return the blocked sums by the place of their `Reduce`; remove their products from ``stored``."""
     readers, sums = program.readers(), {}
     for place, operation in enumerate(program.operations):
         if not isinstance(operation, Reduce) or operation.kind != "sum":
@@ -174,18 +193,11 @@ def _blocked_sums(program: Program, stored: set[int]) -> dict[int, BlockedSum]:
             or operation.domain is not ENDS.get(operation.over)
         ):
             continue
-        left, matrix = matmul.operands
-        is_by_type = program[matrix].domain is Domain.EDGE_TYPE and _has_plain_heads(program, matmul)
+        is_by_type = program[matmul.operands[1]].domain is Domain.EDGE_TYPE and _has_plain_heads(program, matmul)
         if not is_by_type or readers[product] != [place] or product in program.outputs:
             continue
-        rows, summed = None, program[left]
-        # In training the sums stay, because the weight's gradient reads them; in inference nothing else does.
-        is_own = readers[left] == [product] and left not in program.outputs
-        if isinstance(summed, Reduce) and is_own and summed.domain is matmul.domain and summed.over is Domain.EDGE:
-            rows = Traversal(summed.over, summed.domain, [left], _reads(program, stored, left))
-            stored.discard(left)
         stored.discard(product)
-        sums[place] = BlockedSum(place, product, rows)
+        sums[place] = BlockedSum(place, product)
     return sums
 
 
@@ -200,9 +212,7 @@ def _added_up(program: Program, stored: set[int], sums: dict[int, BlockedSum]) -
             continue
         parts = []
         for operand in operation.operands:
-            path = [operand]
-            while isinstance(alias := program[path[-1]], SameRows):
-                path.append(alias.operands[0])
+            path = program.names(operand)
             alone = all(len(readers[name]) == 1 and name not in program.outputs for name in path)
             fits = program[operand].domain is operation.domain and program[operand].shape == operation.shape
             if path[-1] in sums and alone and fits:

@@ -16,10 +16,11 @@ from penstock import native
 from penstock.errors import InternalError
 from penstock.relational._domain import ENDS, Domain
 from penstock.relational._emit_c import emit
+from penstock.relational._fuse import fuse
 from penstock.relational._graph import RelationalGraph
 from penstock.relational._indexes import Indexes
 from penstock.relational._ir import Matmul, OuterSum, Program
-from penstock.relational._lower import BlockedSum, Kernel, lower
+from penstock.relational._lower import BlockedPass, BlockedSum, Kernel, lower
 from penstock.relational._steps import Compiled, ProgramCall
 
 _PROCESS = os.getpid()
@@ -65,13 +66,68 @@ class _CTyped(ctypes.Structure):
     )
 
 
+class _CMatrices(ctypes.Structure):
+    _fields_ = (
+        ("matrices", ctypes.c_void_p),
+        ("head_stride", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+        ("transposed", ctypes.c_int64),
+    )
+
+
+class _CTable(ctypes.Structure):
+    _fields_ = (("row_bytes", ctypes.c_int64), ("rows", ctypes.c_void_p))
+
+
+class _COperand(ctypes.Structure):
+    _fields_ = (("rows", _CRows), ("table", ctypes.c_int64))
+
+
+class _CSum(ctypes.Structure):
+    _fields_ = (
+        ("typed", _CTyped),
+        ("left", _COperand),
+        ("right", _CMatrices),
+        ("results", ctypes.c_void_p),
+    )
+
+
+class _COuterSum(ctypes.Structure):
+    _fields_ = (
+        ("typed", _CTyped),
+        ("left", _COperand),
+        ("right", _COperand),
+        ("results", ctypes.c_void_p),
+        ("parts", ctypes.c_void_p),
+    )
+
+
+class _CPass(ctypes.Structure):
+    _fields_ = (
+        ("num_types", ctypes.c_int64),
+        ("element_bytes", ctypes.c_int64),
+        ("num_threads", ctypes.c_int64),
+        ("num_tables", ctypes.c_int64),
+        ("num_sums", ctypes.c_int64),
+        ("num_outers", ctypes.c_int64),
+        ("segments", ctypes.c_void_p),
+        ("borders", ctypes.c_void_p),
+        ("owners", ctypes.c_void_p),
+        ("producer", ctypes.c_void_p),
+        ("context", ctypes.c_void_p),
+        ("tables", ctypes.c_void_p),
+        ("sums", ctypes.c_void_p),
+        ("outers", ctypes.c_void_p),
+    )
+
+
 class CompiledC(Compiled):
     """A program compiled for the CPU in one dtype; works for any graph."""
 
     emitter = "C"
 
     def __init__(self, program: Program, dtype: torch.dtype):
-        super().__init__(lower(program, blocked=True), dtype)
+        super().__init__(fuse(lower(program, blocked=True)), dtype)
         self.source, self.kernels = emit(self.lowered, DTYPES[dtype])
         self.find_last_uses()
         library = native.compile_source(self.source, "relational-layer", openmp=True)
@@ -137,43 +193,80 @@ class _CCall(ProgramCall):
         result = self.make(place)
         _check(
             self.compiled.products.penstock_typed_matmul(
-                ctypes.byref(typed), ctypes.byref(rows), *matrices,
+                ctypes.byref(typed), ctypes.byref(rows), ctypes.byref(matrices),
                 None if places is None else ctypes.c_void_p(places.data_ptr()), ctypes.c_void_p(result.data_ptr()),
                 ctypes.c_int64(self.num_threads),
             )
         )  # fmt: skip
 
-    def sum_blocks(self, step: BlockedSum, kernel: Kernel | None) -> None:
-        operation, indexes = self.program[step.product], self.indexes
-        assert isinstance(operation, Matmul)
-        left = operation.operands[0]
-        end = ENDS[operation.domain]  # the step's own domain may be the same nodes under another name
-        typed, matrices = self._product(operation)
-        producer, context = None, None
-        if kernel is None:
-            rows = self._rows(left, operation.domain, Domain.EDGE_TYPE, typed.inner, typed.num_heads)
-        else:
-            producer = ctypes.cast(self.compiled.functions[kernel.name], ctypes.c_void_p)
-            context = self._context(kernel, ())
-            size = math.prod(self.program[left].shape)
-            has_heads = typed.num_heads > 1 and size > typed.inner
-            rows = _CRows(row_stride=size, head_stride=typed.inner if has_heads else 0)
-        result = self.make(step.place) if step.onto is None else self.take(step.onto, step.place)
-        owners = indexes.index_in_order(operation.domain, None, end)
-        num_threads = self.num_threads if indexes.count(operation.domain) > _FEW_ROWS else 1
+    def pass_blocks(self, step: BlockedPass, kernel: Kernel | None) -> None:
+        indexes, end = self.indexes, ENDS[step.over]
+        computed = [] if step.rows is None else step.rows.sums(self.program)
+        for place in () if step.rows is None else step.rows.roots:
+            if place in self.stored:
+                self.make(place)
+        tables = [self._table_of(place) for place in computed]
+        sums = [self._sum_of(part, step.over, computed) for part in step.sums]
+        num_threads = self.num_threads if indexes.count(step.over) > _FEW_ROWS else 1
+        outers = [self._outer_of(place, computed, num_threads) for place in step.outers]
         borders = indexes.remember(
-            ("borders", operation.domain, num_threads, kernel is None),
-            lambda: _borders(indexes, operation.domain, end, num_threads, sums_edges=kernel is not None),
+            ("borders", step.over, num_threads, kernel is None),
+            lambda: _borders(indexes, step.over, end, num_threads, sums_edges=kernel is not None),
         )
-        _check(
-            self.compiled.products.penstock_blocked_sum(
-                ctypes.byref(typed), ctypes.byref(rows), producer, None if context is None else ctypes.byref(context),
-                *matrices, ctypes.c_void_p(owners.data_ptr()), ctypes.c_void_p(borders.data_ptr()),
-                ctypes.c_void_p(result.data_ptr()), ctypes.c_int64(num_threads),
-            )
+        segments, owners = self._segments(step.over, Domain.EDGE_TYPE), indexes.index_in_order(step.over, None, end)
+        arrays = (_CTable * len(tables))(*tables), (_CSum * len(sums))(*sums), (_COuterSum * len(outers))(*outers)
+        blocks = _CPass(
+            num_types=len(segments) - 1, element_bytes=self.compiled.dtype.itemsize, num_threads=num_threads,
+            num_tables=len(tables), num_sums=len(sums), num_outers=len(outers), segments=segments.data_ptr(),
+            borders=borders.data_ptr(), owners=owners.data_ptr(), tables=ctypes.addressof(arrays[0]),
+            sums=ctypes.addressof(arrays[1]), outers=ctypes.addressof(arrays[2]),
         )  # fmt: skip
+        if kernel is not None:
+            context = self._context(kernel, [place for place in kernel.traversal.roots if place not in computed])
+            blocks.producer = ctypes.cast(self.compiled.functions[kernel.name], ctypes.c_void_p)
+            blocks.context = ctypes.addressof(context)
+        _check(self.compiled.products.penstock_blocked_pass(ctypes.byref(blocks)))
 
-    def _product(self, operation: Matmul) -> tuple[_CTyped, tuple[object, ...]]:
+    def _table_of(self, place: int) -> "_CTable":
+        row_bytes = math.prod(self.program[place].shape) * self.compiled.dtype.itemsize
+        return _CTable(row_bytes, self.value(place).data_ptr() if place in self.stored else None)
+
+    def _sum_of(self, part: BlockedSum, over: Domain, computed: Sequence[int]) -> "_CSum":
+        operation = self.program[part.product]
+        assert isinstance(operation, Matmul)
+        result = self.make(part.place) if part.onto is None else self.take(part.onto, part.place)
+        typed, matrices = self._product(operation)
+        left = self._operand(operation.operands[0], over, typed.inner, typed.num_heads, computed)
+        filled = _CSum(typed, left, matrices, result.data_ptr())
+        filled.keeps = typed, left, matrices  # type: ignore[attr-defined]  # alive as long as their addresses are used
+        return filled
+
+    def _outer_of(self, place: int, computed: Sequence[int], num_threads: int) -> "_COuterSum":
+        operation = self.program[place]
+        assert isinstance(operation, OuterSum)
+        typed, sizes = self._sizes(operation)
+        operands = [
+            self._operand(operand, operation.over, size, typed.num_heads, computed)
+            for operand, size in zip(operation.operands, sizes, strict=True)
+        ]
+        result = self.make(place)
+        parts = result.new_empty(num_threads - 1, result.numel())
+        filled = _COuterSum(typed, *operands, result.data_ptr(), parts.data_ptr())
+        filled.keeps = typed, operands, parts  # type: ignore[attr-defined]
+        return filled
+
+    def _operand(self, place: int, over: Domain, width: int, num_heads: int, computed: Sequence[int]) -> "_COperand":
+        if place not in computed:
+            rows = self._rows(place, over, Domain.EDGE_TYPE, width, num_heads)
+            table = -1
+        else:
+            size, table = math.prod(self.program[place].shape), computed.index(place)
+            rows = _CRows(row_stride=size, head_stride=width if num_heads > 1 and size > width else 0)
+        operand = _COperand(rows, table)
+        operand.keeps = rows  # type: ignore[attr-defined]
+        return operand
+
+    def _product(self, operation: Matmul) -> tuple[_CTyped, _CMatrices]:
         """Return the sizes and matrices as the C functions for products take them."""
         matrix = operation.operands[1]
         shape = self.program[matrix].shape
@@ -181,22 +274,19 @@ class _CCall(ProgramCall):
         segments = self._segments(operation.domain, self.program[matrix].domain)
         typed = self._typed(segments, math.prod(operation.shape[:-1]), inner, outer)
         value = self.value(matrix).contiguous()
-        typed.matrices = value  # type: ignore[attr-defined]  # alive as long as its address is used
         stride = inner * outer if math.prod(shape[:-2]) > 1 else 0
-        pointer, strides = ctypes.c_void_p(value.data_ptr()), (ctypes.c_int64(stride), ctypes.c_int64(math.prod(shape)))
-        return typed, (pointer, *strides, ctypes.c_int(operation.transposed))
+        matrices = _CMatrices(value.data_ptr(), stride, math.prod(shape), operation.transposed)
+        matrices.keeps = value  # type: ignore[attr-defined]  # alive as long as its address is used
+        return typed, matrices
 
     def sum_outer(self, place: int) -> None:
         operation = self.program[place]
         assert isinstance(operation, OuterSum)
-        left, right = operation.operands
-        inner, outer = operation.shape[-2:]
-        num_heads = math.prod(operation.shape[:-2])
-        typed = self._typed(self._segments(operation.over, operation.domain), num_heads, inner, outer)
+        typed, sizes = self._sizes(operation)
         result = self.make(place)
         rows = [
-            self._rows(operand, operation.over, operation.domain, size, num_heads)
-            for operand, size in ((left, inner), (right, outer))
+            self._rows(operand, operation.over, operation.domain, size, typed.num_heads)
+            for operand, size in zip(operation.operands, sizes, strict=True)
         ]
         _check(
             self.compiled.products.penstock_typed_outer(
@@ -204,6 +294,12 @@ class _CCall(ProgramCall):
                 ctypes.c_int64(self.num_threads),
             )
         )  # fmt: skip
+
+    def _sizes(self, operation: OuterSum) -> tuple[_CTyped, tuple[int, int]]:
+        """Return the sizes as the C functions for outer products take them, and the widths of both operands."""
+        inner, outer = operation.shape[-2:]
+        segments = self._segments(operation.over, operation.domain)
+        return self._typed(segments, math.prod(operation.shape[:-2]), inner, outer), (inner, outer)
 
     def _segments(self, of: Domain, to: Domain) -> torch.Tensor:
         return self.indexes.order(of, to)[1]

@@ -16,10 +16,11 @@ from penstock.errors import InternalError
 from penstock.relational import _eager
 from penstock.relational._cost import cost
 from penstock.relational._domain import ENDS, Domain
+from penstock.relational._fuse import reads
 from penstock.relational._graph import RelationalGraph
-from penstock.relational._ir import Input, OuterSum, Program, Reduce, SameRows
+from penstock.relational._ir import Input, OuterSum, Reduce
 from penstock.relational._language import SEED
-from penstock.relational._lower import BlockedSum, Kernel, Lowered, Outer, Product, Step, Traversal
+from penstock.relational._lower import BlockedPass, Kernel, Lowered, Outer, Product, Step, Traversal
 
 
 class Compiled(ABC):
@@ -61,8 +62,8 @@ class Compiled(ABC):
                     call.multiply(step.place)
                 case Outer():
                     call.sum_outer(step.place)
-                case BlockedSum():
-                    call.sum_blocks(step, self.kernels.get(number))
+                case BlockedPass():
+                    call.pass_blocks(step, self.kernels.get(number))
                 case _:
                     call.whole(step.place)
             for place in self._last_use.get(number, ()):
@@ -83,11 +84,13 @@ class Compiled(ABC):
                 by = "" if step.by is None else f" by {step.by.value}"
                 roots = ", ".join(f"%{root}" for root in step.roots)
                 return f"{self.emitter} traversal of {count(step.over):,} {step.over.value} rows{by}: {roots}"
-            case BlockedSum():
-                domain = program[step.product].domain
-                how = "stored" if step.rows is None else f"summed over {step.rows.over.value} rows"
-                how += "" if step.onto is None else f", onto %{step.onto}"
-                return f"blocked sum of products of {count(domain):,} {domain.value} rows, {how}: %{step.place}"
+            case BlockedPass():
+                parts = [f"products summed to %{part.place}" for part in step.sums]
+                parts += [f"outer products summed to %{place}" for place in step.outers]
+                if step.rows is not None:
+                    roots = ", ".join(f"%{root}" for root in step.rows.roots)
+                    parts.insert(0, f"{roots} from {count(step.rows.over):,} {step.rows.over.value} rows")
+                return f"blocks of {count(step.over):,} {step.over.value} rows: {'; '.join(parts)}"
             case Product():
                 domain = program[step.place].domain
                 return f"product of {count(domain):,} {domain.value} rows: %{step.place}"
@@ -99,31 +102,17 @@ class Compiled(ABC):
                 return f"PyTorch: %{step.place}"
 
     def find_last_uses(self) -> None:
-        """Determine after which step each value may be dropped. Call this once kernels are known."""
+        """Determine after which step each value may be dropped."""
         program = self.lowered.program
         last: dict[int, int] = {}
         for number, step in enumerate(self.lowered.steps):
-            for place in self._reads(number, step):
-                for name in _names(program, place):
-                    last[name] = number
-        kept = {name for place in program.outputs for name in _names(program, place)}
+            for place in reads(program, step):
+                last[place] = number
+        kept = {name for place in program.outputs for name in program.names(place)}
         self._last_use: dict[int, list[int]] = {}
         for place, number in last.items():
             if place not in kept:
                 self._last_use.setdefault(number, []).append(place)
-
-    def _reads(self, number: int, step: Step) -> Sequence[int]:
-        """Return the stored values that a step reads."""
-        program = self.lowered.program
-        match step:
-            case Traversal():
-                return self.kernels[number].inputs
-            case BlockedSum():
-                left, matrix = program[step.product].operands
-                rows = (left,) if step.rows is None else self.kernels[number].inputs
-                return (*rows, matrix) if step.onto is None else (*rows, matrix, step.onto)
-            case _:
-                return program[step.place].operands
 
 
 class ProgramCall(ABC):
@@ -138,7 +127,8 @@ class ProgramCall(ABC):
         self._own: set[int] = set()
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         """Memory of dropped values by size and dtype, for reuse: new memory costs page faults."""
-        self._to_make = Counter(self._size(place) for step in compiled.lowered.steps for place in _made(step))
+        made = (place for step in compiled.lowered.steps for place in _made(step) if place in self.stored)
+        self._to_make = Counter(map(self._size, made))
         """Number of values of each size that are still to be made."""
 
     @abstractmethod
@@ -155,7 +145,7 @@ class ProgramCall(ABC):
 
     def value(self, place: int) -> torch.Tensor:
         """Return a stored value, or the one that it is an alias of."""
-        return next(self.values[name] for name in _names(self.program, place) if name in self.values)
+        return next(self.values[name] for name in self.program.names(place) if name in self.values)
 
     def forget(self, place: int) -> None:
         """Drop a value that no later step reads, and keep its memory for reuse."""
@@ -184,9 +174,9 @@ class ProgramCall(ABC):
         self.values[place] = memory.zero_() if zeros else memory
         return memory
 
-    def sum_blocks(self, step: BlockedSum, kernel: Kernel | None) -> None:
-        """Compute a sum of products; ``kernel`` computes the rows of a block if they are not stored."""
-        raise InternalError(f"{type(self).__name__} cannot compute %{step.place}, {kernel}, in blocks")
+    def pass_blocks(self, step: BlockedPass, kernel: Kernel | None) -> None:
+        """Compute sums of products and of outer products; ``kernel`` computes the rows of a block."""
+        raise InternalError(f"{type(self).__name__} cannot compute {step}, {kernel}, in blocks")
 
     def take(self, source: int, place: int) -> torch.Tensor:
         """Give the memory of one value to another, with its contents."""
@@ -232,21 +222,19 @@ def _check_not_captured(graph: RelationalGraph) -> None:
         )
 
 
-def _names(program: Program, place: int) -> list[int]:
-    """Return the value, and those whose rows it shares."""
-    names = [place]
-    while isinstance(alias := program[names[-1]], SameRows):
-        names.append(alias.operands[0])
-    return names
-
-
 def _share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
     return first.numel() > 0 and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
 def _made(step: Step) -> Sequence[int]:
-    """Return the values that take memory from `ProgramCall.make`."""
-    if isinstance(step, Traversal):
-        return step.roots
-    is_made = isinstance(step, Product | Outer) or (isinstance(step, BlockedSum) and step.onto is None)
-    return (step.place,) if is_made else ()
+    """Return the values that take memory from `ProgramCall.make`, if they are stored."""
+    match step:
+        case Traversal():
+            return step.roots
+        case BlockedPass():
+            rows = () if step.rows is None else step.rows.roots
+            return (*rows, *(part.place for part in step.sums if part.onto is None), *step.outers)
+        case Product() | Outer():
+            return (step.place,)
+        case _:
+            return ()

@@ -1,0 +1,108 @@
+"""Fusion of steps that go through the same pairs: rows are computed, multiplied and summed a block at a time.
+
+The backward of a layer sums gradients over the edges of each pair of a node and a type, multiplies these rows by a
+matrix, and sums their outer products with the features of nodes, for the matrix's gradient. There are as many rows as
+pairs, often several times as many as nodes. If a block of them is computed when it is needed and dropped afterwards, it
+stays in cache, and the whole table never exists.
+"""
+
+from collections.abc import Sequence
+
+from penstock.relational._domain import ENDS, Domain
+from penstock.relational._ir import OuterSum, Program, Reduce
+from penstock.relational._lower import BlockedPass, Lowered, Outer, Step, Traversal
+
+
+def fuse(lowered: Lowered) -> Lowered:
+    """Let traversals by pairs compute their rows block by block, inside of the steps that multiply these rows."""
+    steps = list(lowered.steps)
+    for step in lowered.steps:
+        if isinstance(step, Traversal) and step.over is Domain.EDGE and step.by in ENDS:
+            steps = _fused(lowered.program, steps, step, step.by)
+    return Lowered(lowered.program, tuple(steps), lowered.stored - _dropped(lowered.program, steps))
+
+
+def _fused(program: Program, steps: list[Step], traversal: Traversal, by: Domain) -> list[Step]:
+    """Return the steps, with as many of those that read the traversal's rows as possible in one pass with it."""
+    start = next(number for number, step in enumerate(steps) if step is traversal)
+    roots = set(traversal.roots)
+    readers = [number for number, step in enumerate(steps) if reads(program, step) & roots]
+    fitting = [number for number in readers if _fits(program, steps[number], by)]
+    # The traversal may wait until its first reader, whose other operands may exist only then.
+    starts = [start, *(number for number in fitting[:1] if number == readers[0])]
+    place, chosen = max(
+        ((number, _ready(program, steps, fitting, roots, number)) for number in starts), key=lambda pair: len(pair[1])
+    )
+    if not chosen:
+        return steps
+    joined = BlockedPass(
+        over=by,
+        sums=tuple(part for number in chosen if isinstance(step := steps[number], BlockedPass) for part in step.sums),
+        outers=tuple(step.place for number in chosen if isinstance(step := steps[number], Outer)),
+        rows=traversal,
+    )
+    return [
+        joined if number == place else step
+        for number, step in enumerate(steps)
+        if number == place or number not in (start, *chosen)
+    ]
+
+
+def _fits(program: Program, step: Step, by: Domain) -> bool:
+    """Return whether a step goes through the rows of pairs type by type, and computes none itself."""
+    if isinstance(step, Outer):
+        operation = program[step.place]
+        assert isinstance(operation, OuterSum)
+        return operation.over is by and operation.domain is Domain.EDGE_TYPE
+    return isinstance(step, BlockedPass) and step.over is by and step.rows is None
+
+
+def _ready(program: Program, steps: Sequence[Step], fitting: Sequence[int], roots: set[int], start: int) -> list[int]:
+    """Return which steps may run at ``start`` instead, after a traversal that computes ``roots``."""
+    exists = set(program.inputs) | roots
+    for step in steps[:start]:
+        exists |= makes(step)
+    chosen = []
+    for number in fitting:
+        if all(program.names(place)[-1] in exists for place in reads(program, steps[number])):
+            chosen.append(number)
+            exists |= makes(steps[number])
+    return chosen
+
+
+def _dropped(program: Program, steps: Sequence[Step]) -> set[int]:
+    """Return the rows that nothing but the pass that computes them reads."""
+    dropped = set[int]()
+    for step in steps:
+        if isinstance(step, BlockedPass) and step.rows is not None:
+            others = set(program.outputs).union(*(reads(program, other) for other in steps if other is not step))
+            dropped |= {root for root in step.rows.roots if isinstance(program[root], Reduce)} - others
+    return dropped
+
+
+def makes(step: Step) -> set[int]:
+    """Return the values that a step computes."""
+    match step:
+        case Traversal():
+            return set(step.roots)
+        case BlockedPass():
+            rows = set() if step.rows is None else set(step.rows.roots)
+            return rows | {part.place for part in step.sums} | set(step.outers)
+        case _:
+            return {step.place}
+
+
+def reads(program: Program, step: Step) -> set[int]:
+    """Return the values that a step reads, and those whose rows they share, without what it computes itself."""
+    match step:
+        case Traversal():
+            places = set(step.reads)
+        case BlockedPass():
+            places = set() if step.rows is None else set(step.rows.reads)
+            for part in step.sums:
+                places |= {*program[part.product].operands, *(() if part.onto is None else (part.onto,))}
+            for place in step.outers:
+                places |= set(program[place].operands)
+        case _:
+            places = set(program[step.place].operands)
+    return {name for place in places for name in program.names(place)} - makes(step)
