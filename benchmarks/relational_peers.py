@@ -23,7 +23,14 @@ ABLATIONS = {
     "without reordering": {"reorder": False},
     "without sum first": {"sum_first": False},
     "without reused sums": {"reuse_sums": False},
-    "without any pass": {"compact": False, "reorder": False, "sum_first": False, "reuse_sums": False},
+    "without fusion": {"fuse": False},
+    "without any pass": {
+        "compact": False,
+        "reorder": False,
+        "sum_first": False,
+        "reuse_sums": False,
+        "fuse": False,
+    },
     "eager emitter": {"emitter": "eager"},
 }
 """Our layers, compiled otherwise."""

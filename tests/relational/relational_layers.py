@@ -42,6 +42,17 @@ def heads(g, key, query, to_key, prior):
 
 
 @layer
+def attention(g, key, query, value, to_key, to_value):
+    """Attention of HGT, with heads."""
+    for e in g.edges():
+        score = dot(key[e.src] @ to_key[e.etype], query[e.dst])
+        message = edge_softmax(score).unsqueeze(-1) * (value[e.src] @ to_value[e.etype])
+    for n in g.nodes():
+        total = n.sum(message)
+    return total
+
+
+@layer
 def many_functions(g, x, edge, by_type, shared):
     """Node values on both ends, parts of rows, maxima, means, functions, two results."""
     for n in g.nodes():
@@ -133,6 +144,21 @@ def plain(name, graph, arguments):
     degree = torch.bincount(target, minlength=count).clamp(min=1)[:, None]
     result = torch.cat([largest, summed(value, target, count) / degree], dim=-1)
     return result + summed(difference, target, count)[:, None], value
+
+
+def attention_of(num_nodes, num_types, num_heads, width):
+    rows, matrices = (num_nodes, num_heads, width), (num_types, num_heads, width, width)
+    generator = torch.Generator().manual_seed(2)
+    return [
+        torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+        for shape in (rows, rows, rows, matrices, matrices)
+    ]
+
+
+def plain_attention(source, target, kind, key, query, value, to_key, to_value):
+    score = (torch.einsum("ehi,ehio->eho", key[source], to_key[kind]) * query[target]).sum(-1)
+    share = softmax(score, target, len(key)).unsqueeze(-1)
+    return summed(share * torch.einsum("ehi,ehio->eho", value[source], to_value[kind]), target, len(key))
 
 
 def summed(value, index, count):

@@ -4,43 +4,26 @@ import re
 
 import pytest
 import torch
-from relational_layers import check_like_plain, heads, many_functions, rgat, rgcn, summed, tensors
-from relational_layers import softmax as plain_softmax
+from relational_layers import (
+    attention,
+    attention_of,
+    check_like_plain,
+    heads,
+    many_functions,
+    plain_attention,
+    rgat,
+    rgcn,
+    tensors,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.relational import RelationalGraph, dot, dropout, layer, softmax
+from penstock.relational import RelationalGraph, dropout, layer, softmax
 from penstock.relational._domain import OF_TYPES
 from penstock.relational._lower import ROW_BY_ROW
 from penstock.relational._run import _compiled_program
 from penstock.relational._share import MOST_NUMBERS, shared
 
 GRAPH = 20, 80, 4
-
-
-@layer
-def attention(g, key, query, value, to_key, to_value):
-    """Attention of HGT, with heads."""
-    for e in g.edges():
-        score = dot(key[e.src] @ to_key[e.etype], query[e.dst])
-        message = softmax(score).unsqueeze(-1) * (value[e.src] @ to_value[e.etype])
-    for n in g.nodes():
-        total = n.sum(message)
-    return total
-
-
-def attention_of(num_nodes, num_types, num_heads, width):
-    rows, matrices = (num_nodes, num_heads, width), (num_types, num_heads, width, width)
-    generator = torch.Generator().manual_seed(2)
-    return [
-        torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
-        for shape in (rows, rows, rows, matrices, matrices)
-    ]
-
-
-def plain_attention(source, target, kind, key, query, value, to_key, to_value):
-    score = (torch.einsum("ehi,ehio->eho", key[source], to_key[kind]) * query[target]).sum(-1)
-    share = plain_softmax(score, target, len(key)).unsqueeze(-1)
-    return summed(share * torch.einsum("ehi,ehio->eho", value[source], to_value[kind]), target, len(key))
 
 
 def sums_over_edges(compiled, graph, *args, **kwargs):

@@ -51,18 +51,25 @@ static void gather(char *block, const Rows *rows, int64_t head, int64_t start, i
     }
 }
 
-/* to [rows, heads, outer], of a head = rows [rows, inner] @ the matrix of a type, by a column-major BLAS. */
-static void multiply(const Typed *typed, const Matrices *matrices, int64_t type, int64_t head, int64_t count,
-                     const char *rows, int64_t stride, char *to) {
-    const int64_t size = typed->element_bytes;
+/* to [rows, heads, columns], of a head = rows [rows, inner] @ some columns of the matrix of a type, from the first on,
+ * by a column-major BLAS. */
+static void multiply_columns(const Typed *typed, const Matrices *matrices, int64_t type, int64_t head, int64_t count,
+                             const char *rows, int64_t stride, char *to, int64_t first, int64_t columns) {
+    const int64_t size = typed->element_bytes, inner = typed->inner, outer = typed->outer;
     const char *matrix = matrices->matrices + (type * matrices->stride + head * matrices->head_stride) * size;
-    const int m = (int)typed->outer, n = (int)count, k = (int)typed->inner, row = (int)stride;
-    const int width = matrices->transposed ? k : m, result = (int)(typed->num_heads * typed->outer);
+    matrix += (matrices->transposed ? first * inner : first) * size;
+    const int m = (int)columns, n = (int)count, k = (int)inner, row = (int)stride;
+    const int width = (int)(matrices->transposed ? inner : outer), result = (int)(typed->num_heads * columns);
     const float one_f = 1, zero_f = 0;
     const double one_d = 1, zero_d = 0;
     const int is_double = size == 8;
     typed->gemm(matrices->transposed ? "T" : "N", "N", &m, &n, &k, is_double ? (const void *)&one_d : &one_f, matrix,
-                &width, rows, &row, is_double ? (const void *)&zero_d : &zero_f, to + head * typed->outer * size, &result);
+                &width, rows, &row, is_double ? (const void *)&zero_d : &zero_f, to + head * columns * size, &result);
+}
+
+static void multiply(const Typed *typed, const Matrices *matrices, int64_t type, int64_t head, int64_t count,
+                     const char *rows, int64_t stride, char *to) {
+    multiply_columns(typed, matrices, type, head, count, rows, stride, to, 0, typed->outer);
 }
 
 /* C [m, n] += A[rows, m]^T @ B[rows, n] */
@@ -360,6 +367,40 @@ int penstock_blocked_pass(const Pass *pass) {
                     pass->element_bytes);
     }
     free(has_part);
+    return failed;
+}
+
+/* Adds the rows from begin to end, [rows, heads, columns], to results, columns from the first on. */
+typedef int (*Consumer)(const void *context, int64_t begin, int64_t end, const void *rows, int64_t first);
+
+/* The products of left and matrices, given to the consumer a block at a time. Each thread takes some columns. */
+int penstock_scattered_product(const Typed *typed, const Rows *left, const Matrices *matrices, Consumer consumer,
+                               const void *context, int64_t num_parts, int64_t num_threads) {
+    const int64_t size = typed->element_bytes, columns = typed->outer / num_parts;
+    int failed = 0;
+#pragma omp parallel for num_threads((int)num_threads) schedule(static, 1) if (num_threads > 1 && num_parts > 1)
+    for (int64_t part = 0; part < num_parts; part++) {
+        char *block = malloc((size_t)(BLOCK_ROWS * typed->inner * size));
+        char *made = malloc((size_t)(BLOCK_ROWS * typed->num_heads * columns * size));
+        for (int64_t type = 0; block && made && type < typed->num_types; type++) {
+            for (int64_t start = typed->segments[type]; start < typed->segments[type + 1]; start += BLOCK_ROWS) {
+                const int64_t left_over = typed->segments[type + 1] - start;
+                const int64_t count = left_over < BLOCK_ROWS ? left_over : BLOCK_ROWS;
+                for (int64_t head = 0; head < typed->num_heads; head++) {
+                    int64_t stride;
+                    const char *rows = rows_of(left, head, start, count, typed->inner, size, block, &stride);
+                    multiply_columns(typed, matrices, type, head, count, rows, stride, made, part * columns, columns);
+                }
+                consumer(context, start, start + count, made, part * columns);
+            }
+        }
+        if (!block || !made) {
+#pragma omp atomic write
+            failed = 1;
+        }
+        free(block);
+        free(made);
+    }
     return failed;
 }
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from penstock.relational._domain import Domain
 from penstock.relational._graph import RelationalGraph
 from penstock.relational._ir import Constant, Count, Dot, Map, Matmul, Operation, OuterSum, Reduce, SameRows, SumTo
-from penstock.relational._lower import BlockedPass, Lowered, Outer, Product, Traversal
+from penstock.relational._lower import BlockedPass, Lowered, Outer, Product, ScatteredProduct, Traversal
 from penstock.units import format_bytes
 
 _INDEX_BYTES = 4
@@ -34,9 +34,9 @@ def cost(lowered: Lowered, number: int, graph: RelationalGraph, element_bytes: i
         operation = program[place]
         return indexes.count(operation.domain) * math.prod(operation.shape) * element_bytes
 
-    def cost_of(traversal: Traversal, written: Collection[int]) -> Cost:
+    def cost_of(traversal: Traversal, written: Collection[int], given: Collection[int] = ()) -> Cost:
         rows = indexes.count(traversal.over)
-        computed, read = _closure(lowered, traversal)
+        computed, read = _closure(lowered, traversal, given)
         looked_up = {program[place].domain for place in read} - {traversal.over, traversal.by, Domain.ONE}
         moved = sum(map(size, {*read, *written}))
         moved += rows * _INDEX_BYTES * (len(looked_up) + (traversal.by is not None))
@@ -53,12 +53,18 @@ def cost(lowered: Lowered, number: int, graph: RelationalGraph, element_bytes: i
         operands -= set() if step.rows is None else set(step.rows.roots)
         indexed = {program[place].domain for place in operands} - {step.over, Domain.ONE}
         matrices = {program[product].operands[1] for product in products}
-        added = [part.onto for part in step.sums if part.onto is not None]
-        moved = sum(map(size, [*operands, *matrices, *results, *added]))
+        onto = [part.onto for part in step.sums if part.onto is not None]
+        moved = sum(map(size, [*operands, *matrices, *results, *onto]))
         moved += rows * _INDEX_BYTES * (len(indexed) + (1 if step.sums else 0))
         flops = rows * sum(_flops_of_a_row(lowered, program[place]) for place in (*products, *results))
         return Cost(before.flops + flops, before.bytes + moved)
     operation = program[step.place]
+    if isinstance(step, ScatteredProduct):
+        added, rows = cost_of(step.rows, step.rows.roots, [step.product]), indexes.count(step.over)
+        left, matrix = program[step.product].operands
+        looked_up = program[left].domain is not step.over
+        moved = size(left) + size(matrix) + looked_up * rows * _INDEX_BYTES
+        return Cost(added.flops + rows * _flops_of_a_row(lowered, program[step.product]), added.bytes + moved)
     moved = size(step.place) + sum(
         size(place) for place in operation.operands if not isinstance(program[place], Constant)
     )
@@ -71,14 +77,14 @@ def cost(lowered: Lowered, number: int, graph: RelationalGraph, element_bytes: i
     return Cost(rows * _flops_of_a_row(lowered, operation), moved)
 
 
-def _closure(lowered: Lowered, step: Traversal) -> tuple[set[int], set[int]]:
-    """Return the values that a traversal computes, and the stored ones that it reads."""
+def _closure(lowered: Lowered, step: Traversal, given: Collection[int]) -> tuple[set[int], set[int]]:
+    """Return the values that a traversal computes, and the stored ones that it reads, without ``given`` ones."""
     program = lowered.program
     computed, read, stack = set(step.roots), set(), list(step.roots)
     while stack:
         for place in program[stack.pop()].operands:
             operation = program[place]
-            if isinstance(operation, Constant) or place in computed:
+            if isinstance(operation, Constant) or place in computed or place in given:
                 continue
             if place in lowered.stored:
                 read.add(operation.operands[0] if isinstance(operation, SameRows) else place)

@@ -27,7 +27,7 @@ from penstock.relational._ir import (
     Slice,
     SumTo,
 )
-from penstock.relational._lower import BlockedPass, Kernel, Lowered, Traversal
+from penstock.relational._lower import BlockedPass, Kernel, Lowered, ScatteredProduct, Traversal
 
 _SIMD = '_Pragma("omp simd reduction(+:sum)")'
 MOST_LOCAL = 16
@@ -75,6 +75,10 @@ def emit(lowered: Lowered, dtype: str) -> tuple[str, dict[int, Kernel]]:
             writer = _FunctionWriter(_RowWriter(lowered, step.rows), f"step{number}")
             functions.append(writer.function_of_groups())
             kernels[number] = writer.kernel()
+        elif isinstance(step, ScatteredProduct):
+            writer = _FunctionWriter(_RowWriter(lowered, step.rows, scattered=step), f"step{number}")
+            functions.append(writer.function_of_products())
+            kernels[number] = writer.kernel()
         elif isinstance(step, Traversal):
             writer = _FunctionWriter(_RowWriter(lowered, step), f"step{number}")
             functions.append(writer.function())
@@ -110,8 +114,7 @@ class _FunctionWriter:
         program, traversal = self.row.program, self.row.traversal
         sums = {place: math.prod(program[place].shape) for place in traversal.sums(program)}
         begin = "".join(
-            f"real a{place}[{size}]; "
-            f"for (int j = 0; j < {size}; j++) a{place}[j] = {_neutral(program[place])};\n"
+            f"real a{place}[{size}]; for (int j = 0; j < {size}; j++) a{place}[j] = {_neutral(program[place])};\n"
             for place, size in sums.items()
         )
         end = "".join(
@@ -127,6 +130,23 @@ class _FunctionWriter:
 {body}
         }}
         {end}
+    }}
+    return 0;
+}}
+"""
+
+    def function_of_products(self) -> str:
+        """Return the function that adds some columns of the products of some groups to the sums of nodes."""
+        for root in self.row.traversal.roots:
+            self.row.add_root(root)
+        body = "\n".join([self._row_of_position(), *self.row.body])
+        return f"""int {self.name}(
+    const Context *c, int64_t begin, int64_t end, const real *restrict rows, int64_t first) {{
+{self._declarations(self.row.traversal.roots)}
+    for (int64_t group = begin; group < end; group++) {{
+        for (int64_t p = c->starts[group]; p < c->starts[group + 1]; p++) {{
+{body}
+        }}
     }}
     return 0;
 }}
@@ -169,6 +189,8 @@ class _FunctionWriter:
             if domain in rows and domain not in OF_TYPES:
                 size = math.prod(program[place].shape)
                 row = f"b{place} + {rows[domain]} * (int64_t){size}"
+                if self.row.scattered is not None and place in step.roots:
+                    row, size, is_written = f"{row} + first", self.row.scattered.columns(program), 1
                 lines += [
                     f"__builtin_prefetch({row} + {start}, {is_written});" for start in range(0, min(size, 128), 16)
                 ]
@@ -271,6 +293,8 @@ class _RowWriter:
     """The program."""
     traversal: Traversal
     """The traversal."""
+    scattered: ScatteredProduct | None = None
+    """The step, if a block of products is given and sums are added up in memory."""
     body: list[str] = field(default_factory=list)
     """Statements, in order."""
     locals: set[int] = field(default_factory=set)
@@ -314,7 +338,8 @@ class _RowWriter:
 
     def _is_read(self, place: int) -> bool:
         """Return whether the value comes from a buffer."""
-        return place in self.lowered.stored and place not in self.traversal.roots
+        is_given = self.scattered is not None and place == self.scattered.product
+        return is_given or (place in self.lowered.stored and place not in self.traversal.roots)
 
     def _is_local(self, place: int) -> bool:
         operation = self.program[place]
@@ -363,6 +388,9 @@ class _RowWriter:
         indices = indices[len(indices) - len(own) :]
         indices = ["0" if size == 1 else index for index, size in zip(indices, own, strict=True)]
         operation = self.program[place]
+        if self.scattered is not None and place == self.scattered.product:
+            row = (*own[:-1], self.scattered.columns(self.program))
+            return f"rows[(group - begin) * {math.prod(row)} + {_flat(indices, row)} - first]"
         if self._is_read(place):
             return f"{self._pointer(place)}[{_flat(indices, own)}]"
         if isinstance(operation, Constant):
@@ -437,6 +465,9 @@ class _RowWriter:
         """Emit what a row contributes to a root."""
         operation = self.program[root]
         names = [f"i{number}" for number in range(len(operation.shape))]
+        if self.scattered is not None:
+            self._scatter(operation, root, names, self.scattered.columns(self.program))
+            return
         flat = _flat(names, operation.shape)
         if isinstance(operation, Reduce):
             value = self._value(operation.operands[0], names)
@@ -448,6 +479,16 @@ class _RowWriter:
             value = f"v{root}[{flat}]" if root in self.locals else self._expression(root, names)
             update = f"b{root}[row * {math.prod(operation.shape)} + {flat}] = {value};"
         self.body.append(_loops(names, operation.shape, update))
+
+    def _scatter(self, operation: Operation, root: int, names: list[str], columns: int) -> None:
+        """Emit what a row adds to some columns of a sum."""
+        indices = [*names[:-1], f"(first + {names[-1]})"]
+        value = self._value(operation.operands[0], indices)
+        target = (
+            f"b{root}[{self._row(operation.domain)} * {math.prod(operation.shape)} + {_flat(indices, operation.shape)}]"
+        )
+        self.lookups.setdefault((root, operation.domain))
+        self.body.append(_loops(names, (*operation.shape[:-1], columns), f"{target} += {value};"))
 
 
 def _number(value: float) -> str:

@@ -9,17 +9,39 @@ stays in cache, and the whole table never exists.
 from collections.abc import Sequence
 
 from penstock.relational._domain import ENDS, Domain
-from penstock.relational._ir import OuterSum, Program, Reduce
-from penstock.relational._lower import BlockedPass, Lowered, Outer, Step, Traversal
+from penstock.relational._ir import Map, OuterSum, Program, Reduce
+from penstock.relational._lower import BlockedPass, Lowered, Outer, Product, ScatteredProduct, Step, Traversal
+
+LEAST_COLUMNS = 16
+"""Fewest columns for a thread: a cache line of float32."""
+MOST_EDGES_A_PRODUCT = 16
+"""Most edges for each pair with which adding products up at once is no slower (benchmarks/relational.py, variants)."""
 
 
-def fuse(lowered: Lowered) -> Lowered:
-    """Let traversals by pairs compute their rows block by block, inside of the steps that multiply these rows."""
-    steps = list(lowered.steps)
+def fuse(lowered: Lowered, num_parts: int) -> Lowered:
+    """Let traversals by pairs compute their rows block by block, inside of the steps that multiply these rows.
+
+    ``num_parts``: into how many parts columns are divided, so that products can be added up a block at a time where
+    edges read them; 0 if that does not pay.
+    """
+    program, steps = lowered.program, list(lowered.steps)
     for step in lowered.steps:
         if isinstance(step, Traversal) and step.over is Domain.EDGE and step.by in ENDS:
-            steps = _fused(lowered.program, steps, step, step.by)
-    return Lowered(lowered.program, tuple(steps), lowered.stored - _dropped(lowered.program, steps))
+            steps = _fused(program, steps, step, step.by)
+    for step in lowered.steps:
+        if isinstance(step, Traversal) and num_parts:
+            steps = _scattered(program, steps, step, num_parts)
+    return Lowered(program, tuple(steps), lowered.stored - _dropped(program, steps))
+
+
+def column_parts(num_edges: int, num_pairs: int, num_threads: int) -> int:
+    """Return into how many parts `fuse` should divide columns; 0 if products had better be stored.
+
+    Every thread goes through all edges for its part, and adds to memory instead of to registers. That is cheaper than
+    writing the products and reading them again unless a product has very many edges, or the parts become narrow.
+    """
+    pays = num_edges <= MOST_EDGES_A_PRODUCT * num_pairs
+    return num_threads if pays and num_threads in (1, 2, 4) else 0
 
 
 def _fused(program: Program, steps: list[Step], traversal: Traversal, by: Domain) -> list[Step]:
@@ -70,9 +92,59 @@ def _ready(program: Program, steps: Sequence[Step], fitting: Sequence[int], root
     return chosen
 
 
+def _scattered(program: Program, steps: list[Step], traversal: Traversal, num_parts: int) -> list[Step]:
+    """Return the steps, with a product that only one sum over edges reads as one step with that sum."""
+    if traversal.over is not Domain.EDGE or traversal.by not in ENDS.values() or len(traversal.roots) > 1:
+        return steps
+    (root,) = traversal.roots
+    for step in steps:
+        if not isinstance(step, Product) or step.place in program.outputs:
+            continue
+        readers = [other for other in steps if step.place in reads(program, other)]
+        if readers == [traversal] and _is_summed_by_column(program, root, step.place, num_parts):
+            rows = Traversal(Domain.EDGE, program[step.place].domain, [root], traversal.reads - {step.place})
+            joined = ScatteredProduct(root, step.place, rows, num_parts)
+            return [joined if other is traversal else other for other in steps if other is not step]
+    return steps
+
+
+def _is_summed_by_column(program: Program, root: int, product: int, num_parts: int) -> bool:
+    """Return whether each column of a sum over edges reads that column alone of a product with the matrix of a type."""
+    matmul, total = program[product], program[root]
+    if (
+        not isinstance(total, Reduce)
+        or total.kind != "sum"
+        or matmul.domain not in ENDS
+        or program[matmul.operands[1]].domain is not Domain.EDGE_TYPE
+    ):
+        return False
+    width, stack, seen = matmul.shape[-1], [total.operands[0]], set[int]()
+    while stack:
+        place = stack.pop()
+        if place == product or place in seen:
+            continue
+        seen.add(place)
+        operation = program[place]
+        if isinstance(operation, Map) and operation.domain is Domain.EDGE and operation.shape[-1:] == (width,):
+            stack += operation.operands
+        elif product in _needed(program, place):
+            return False
+    return width % num_parts == 0 and width // num_parts >= LEAST_COLUMNS
+
+
+def _needed(program: Program, place: int) -> set[int]:
+    """Return the values from which a value is computed."""
+    needed, stack = set[int](), [place]
+    while stack:
+        operands = set(program[stack.pop()].operands) - needed
+        needed |= operands
+        stack += operands
+    return needed
+
+
 def _dropped(program: Program, steps: Sequence[Step]) -> set[int]:
     """Return the rows that nothing but the pass that computes them reads."""
-    dropped = set[int]()
+    dropped = {step.product for step in steps if isinstance(step, ScatteredProduct)}
     for step in steps:
         if isinstance(step, BlockedPass) and step.rows is not None:
             others = set(program.outputs).union(*(reads(program, other) for other in steps if other is not step))
@@ -103,6 +175,8 @@ def reads(program: Program, step: Step) -> set[int]:
                 places |= {*program[part.product].operands, *(() if part.onto is None else (part.onto,))}
             for place in step.outers:
                 places |= set(program[place].operands)
+        case ScatteredProduct():
+            places = {*step.rows.reads, *program[step.product].operands}
         case _:
             places = set(program[step.place].operands)
     return {name for place in places for name in program.names(place)} - makes(step)

@@ -119,7 +119,34 @@ class BlockedPass:
     """The traversal that computes values of a block's rows first; ``None`` if all are stored."""
 
 
-Step = Product | Outer | WholeOperation | Traversal | BlockedPass
+@dataclass(frozen=True, slots=True)
+class ScatteredProduct:
+    """A `Matmul` for pairs, a block of rows at a time, whose edges add its rows to those of nodes.
+
+    Each thread computes some of the columns, so that no two add to the same number.
+    """
+
+    place: int
+    """Place of the `Reduce` over edges."""
+    product: int
+    """Place of the `Matmul`."""
+    rows: Traversal
+    """The traversal of the edges of a block's pairs."""
+    num_parts: int
+    """Number of parts that columns are divided into."""
+
+    @property
+    def over(self) -> Domain:
+        """The domain of the pairs."""
+        assert self.rows.by is not None
+        return self.rows.by
+
+    def columns(self, program: Program) -> int:
+        """Return the number of columns that a part has."""
+        return program[self.product].shape[-1] // self.num_parts
+
+
+Step = Product | Outer | WholeOperation | Traversal | BlockedPass | ScatteredProduct
 
 
 @dataclass(frozen=True, slots=True)

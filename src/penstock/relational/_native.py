@@ -20,7 +20,7 @@ from penstock.relational._fuse import fuse
 from penstock.relational._graph import RelationalGraph
 from penstock.relational._indexes import Indexes
 from penstock.relational._ir import Matmul, OuterSum, Program
-from penstock.relational._lower import BlockedPass, BlockedSum, Kernel, lower
+from penstock.relational._lower import BlockedPass, BlockedSum, Kernel, ScatteredProduct, lower
 from penstock.relational._steps import Compiled, ProgramCall
 
 _PROCESS = os.getpid()
@@ -126,8 +126,9 @@ class CompiledC(Compiled):
 
     emitter = "C"
 
-    def __init__(self, program: Program, dtype: torch.dtype):
-        super().__init__(fuse(lower(program, blocked=True)), dtype)
+    def __init__(self, program: Program, dtype: torch.dtype, num_parts: int, *, is_fused: bool):
+        lowered = lower(program, blocked=True)
+        super().__init__(fuse(lowered, num_parts) if is_fused else lowered, dtype)
         self.source, self.kernels = emit(self.lowered, DTYPES[dtype])
         self.find_last_uses()
         library = native.compile_source(self.source, "relational-layer", openmp=True)
@@ -226,6 +227,21 @@ class _CCall(ProgramCall):
             blocks.producer = ctypes.cast(self.compiled.functions[kernel.name], ctypes.c_void_p)
             blocks.context = ctypes.addressof(context)
         _check(self.compiled.products.penstock_blocked_pass(ctypes.byref(blocks)))
+
+    def scatter(self, step: ScatteredProduct, kernel: Kernel) -> None:
+        operation = self.program[step.product]
+        assert isinstance(operation, Matmul)
+        typed, matrices = self._product(operation)
+        rows = self._rows(operation.operands[0], operation.domain, Domain.EDGE_TYPE, typed.inner, typed.num_heads)
+        self.make(step.place)
+        context = self._context(kernel, [step.place])
+        function = ctypes.cast(self.compiled.functions[kernel.name], ctypes.c_void_p)
+        _check(
+            self.compiled.products.penstock_scattered_product(
+                ctypes.byref(typed), ctypes.byref(rows), ctypes.byref(matrices), function, ctypes.byref(context),
+                ctypes.c_int64(step.num_parts), ctypes.c_int64(self.num_threads),
+            )
+        )  # fmt: skip
 
     def _table_of(self, place: int) -> "_CTable":
         row_bytes = math.prod(self.program[place].shape) * self.compiled.dtype.itemsize

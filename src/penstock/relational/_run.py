@@ -18,6 +18,7 @@ from penstock.relational import _eager, _passes
 from penstock.relational._cost import Cost, cost
 from penstock.relational._differentiate import SplitDerivative, differentiate, split
 from penstock.relational._domain import Domain
+from penstock.relational._fuse import column_parts
 from penstock.relational._graph import RelationalGraph
 from penstock.relational._ir import Input, Program, SameRows
 from penstock.relational._language import SEED, ArgumentShape, trace
@@ -50,6 +51,8 @@ class Options:
     """Whether to sum before products if that leaves fewer rows."""
     reuse_sums: bool = True
     """Whether backward derives sums over edges from the layer's results where it can, as for a softmax."""
+    fuse: bool = True
+    """Whether rows of pairs are computed, multiplied and summed a block at a time on a CPU, not stored as a table."""
     emitter: Emitter = "auto"
     """The code generator.
 
@@ -270,12 +273,20 @@ class Traced:
 class Executor:
     """A runner of a program, by generated code or by PyTorch."""
 
-    def __init__(self, program: Program, num_results: int, dtype: torch.dtype, emitter: Emitter, device: torch.device):
+    def __init__(
+        self,
+        program: Program,
+        num_results: int,
+        dtype: torch.dtype,
+        options: Options,
+        device: torch.device,
+        num_parts: int,
+    ):
         self.program, self.dtype, self.device = program, dtype, device
         self.compiled: Compiled | None = None
-        match _chosen(emitter, dtype, device):
+        match _chosen(options.emitter, dtype, device):
             case "c":
-                self.compiled = CompiledC(program, dtype)
+                self.compiled = CompiledC(program, dtype, num_parts, is_fused=options.fuse)
             case "triton":
                 from penstock.relational._triton import CompiledTriton
 
@@ -334,7 +345,13 @@ class CompiledProgram:
     """A program compiled for one kind of graph, one set of inputs with gradients, and one dtype."""
 
     def __init__(
-        self, program: Program, wanted: tuple[int, ...], dtype: torch.dtype, options: Options, device: torch.device
+        self,
+        program: Program,
+        wanted: tuple[int, ...],
+        dtype: torch.dtype,
+        options: Options,
+        device: torch.device,
+        num_parts: int,
     ):
         self.program, self.wanted, self.dtype = program, wanted, dtype
         inputs = list(program.inputs)
@@ -348,7 +365,7 @@ class CompiledProgram:
         self.shapes = [program.inputs[place].shape for place in inputs]
         backward = _passes.compact(halves.backward) if options.compact else halves.backward
         self._backward_program = _passes.thin(_passes.widened(backward, [self.domains[number] for number in wanted]))
-        self._make = functools.partial(Executor, dtype=dtype, emitter=options.emitter, device=device)
+        self._make = functools.partial(Executor, dtype=dtype, options=options, device=device, num_parts=num_parts)
         self.forward = self._make(_passes.thin(halves.forward), halves.num_outputs)
         self.number = register(self)
 
@@ -392,7 +409,10 @@ def _compiled_program(
     at_source, at_target = (graph.indexes.count(domain) for domain in (Domain.SOURCE_AND_TYPE, Domain.TARGET_AND_TYPE))
     pays = _pays(is_trained=bool(wanted))
     fewer = int(layer.options.sum_first and pays * at_source / max(1, at_target))
-    key = (wanted, dtype, graph.is_block, is_unified, min(64, fewer), graph.device)
+    is_at_target = at_target <= pays * at_source  # where products are
+    num_pairs = at_target if is_at_target and layer.options.sum_first else at_source
+    num_parts = column_parts(graph.num_edges, num_pairs, torch.get_num_threads())
+    key = (wanted, dtype, graph.is_block, is_unified, min(64, fewer), graph.device, num_parts)
     with traced.lock:
         compiled = traced.programs.get(key)
         if compiled is None:
@@ -400,7 +420,9 @@ def _compiled_program(
             for _, rewrite in _pipeline(layer.options, graph, traced.domains, pays, is_unified=is_unified):
                 program = rewrite(program)
             wanted = _moved(traced.program, program, wanted)
-            compiled = traced.programs[key] = CompiledProgram(program, wanted, dtype, layer.options, graph.device)
+            compiled = traced.programs[key] = CompiledProgram(
+                program, wanted, dtype, layer.options, graph.device, num_parts
+            )
     return compiled
 
 

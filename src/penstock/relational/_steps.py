@@ -20,7 +20,7 @@ from penstock.relational._fuse import reads
 from penstock.relational._graph import RelationalGraph
 from penstock.relational._ir import Input, OuterSum, Reduce
 from penstock.relational._language import SEED
-from penstock.relational._lower import BlockedPass, Kernel, Lowered, Outer, Product, Step, Traversal
+from penstock.relational._lower import BlockedPass, Kernel, Lowered, Outer, Product, ScatteredProduct, Step, Traversal
 
 
 class Compiled(ABC):
@@ -64,6 +64,8 @@ class Compiled(ABC):
                     call.sum_outer(step.place)
                 case BlockedPass():
                     call.pass_blocks(step, self.kernels.get(number))
+                case ScatteredProduct():
+                    call.scatter(step, self.kernels[number])
                 case _:
                     call.whole(step.place)
             for place in self._last_use.get(number, ()):
@@ -91,6 +93,10 @@ class Compiled(ABC):
                     roots = ", ".join(f"%{root}" for root in step.rows.roots)
                     parts.insert(0, f"{roots} from {count(step.rows.over):,} {step.rows.over.value} rows")
                 return f"blocks of {count(step.over):,} {step.over.value} rows: {'; '.join(parts)}"
+            case ScatteredProduct():
+                product = f"products of {count(step.over):,} {step.over.value} rows"
+                by = f"added up by {count(step.rows.over):,} {step.rows.over.value} rows"
+                return f"{product}, {by}, columns in {step.num_parts} parts: %{step.place}"
             case Product():
                 domain = program[step.place].domain
                 return f"product of {count(domain):,} {domain.value} rows: %{step.place}"
@@ -127,8 +133,8 @@ class ProgramCall(ABC):
         self._own: set[int] = set()
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         """Memory of dropped values by size and dtype, for reuse: new memory costs page faults."""
-        made = (place for step in compiled.lowered.steps for place in _made(step) if place in self.stored)
-        self._to_make = Counter(map(self._size, made))
+        results = (place for step in compiled.lowered.steps for place in _made(step) if place in self.stored)
+        self._to_make = Counter(map(self._size, results))
         """Number of values of each size that are still to be made."""
 
     @abstractmethod
@@ -176,6 +182,10 @@ class ProgramCall(ABC):
 
     def pass_blocks(self, step: BlockedPass, kernel: Kernel | None) -> None:
         """Compute sums of products and of outer products; ``kernel`` computes the rows of a block."""
+        raise InternalError(f"{type(self).__name__} cannot compute {step}, {kernel}, in blocks")
+
+    def scatter(self, step: ScatteredProduct, kernel: Kernel) -> None:
+        """Compute a sum over edges of products; ``kernel`` adds a block of them."""
         raise InternalError(f"{type(self).__name__} cannot compute {step}, {kernel}, in blocks")
 
     def take(self, source: int, place: int) -> torch.Tensor:
@@ -234,7 +244,7 @@ def _made(step: Step) -> Sequence[int]:
         case BlockedPass():
             rows = () if step.rows is None else step.rows.roots
             return (*rows, *(part.place for part in step.sums if part.onto is None), *step.outers)
-        case Product() | Outer():
+        case Product() | Outer() | ScatteredProduct():
             return (step.place,)
         case _:
             return ()
