@@ -22,14 +22,18 @@ from typing import Any
 from unittest import mock
 
 import torch
+from scipy.sparse import coo_matrix
+from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from benchmarks.common import Row, parser, show, synchronize, write
 from benchmarks.forked import Forked
-from benchmarks.relational_graphs import GRAPHS, Edges
+from benchmarks.relational_graphs import GRAPHS, Edges, synthetic
 from benchmarks.relational_peers import ABLATIONS, BY_HAND, PEERS, Call, is_installed, make, predicted_bytes
+from penstock import relational
 from penstock.probe import peak_bytes
-from penstock.relational import RelationalGraph, RGATConv, RGCNConv
+from penstock.relational import RelationalGraph, RGATConv, RGCNConv, _run
 from penstock.relational._cost import Cost, cost
+from penstock.relational._domain import Domain
 from penstock.relational._steps import Compiled
 from penstock.units import format_bytes
 
@@ -41,7 +45,23 @@ CASES = [
     *(("HGT", graph, 64) for graph in ("AIFB by class", "WN18RR", "MAG slice")),
     *((layer, graph, width) for layer in ("RGCN", "RGAT") for graph in REAL for width in (32, 128)),
 ]
+ON_VARIANTS = (*REAL, "MUTAG-like", "BGS-like", "hub")
+DENSE = {
+    "5 edges a pair": lambda: synthetic("", 50_000, 1_000_000, 20, 0.2),
+    "12 edges a pair": lambda: synthetic("", 50_000, 2_000_000, 10, 0.1),
+    "39 edges a pair": lambda: synthetic("", 20_000, 2_000_000, 10, 0.03),
+}
 ON_A_GPU = [("RGAT", graph, 64) for graph in ("AM-like", "MAG", "WikiKG2-like")]
+
+
+@relational.layer
+def sum_of_products(g: Any, x: Any, weight: Any) -> Any:
+    """Add up transformed neighbors: RGCN without a factor."""
+    for e in g.edges():
+        message = x[e.src] @ weight[e.etype]
+    for n in g.nodes():
+        total = n.sum(message)
+    return total
 
 
 def limit_bytes(device: str) -> int:
@@ -284,6 +304,61 @@ def blocks(rows: list[Row], rounds: int) -> None:
     show("blocks of 40,960 edges", ["", "training step", "indexes over it"], lines)
 
 
+def variants(rows: list[Row], rounds: int) -> None:
+    """Compare RGCN's steps by what the layer chooses on a CPU: where products are, and whether they are stored.
+
+    The choices are those of `column_parts` and `cover_of`; the fewest products are those of a maximum matching.
+    """
+    lines = []
+    for name, make_graph in {**{name: GRAPHS[name] for name in ON_VARIANTS}, **DENSE}.items():
+        edges = make_graph()
+        graph, x = edges.graph(), torch.randn(edges.num_nodes, 64, requires_grad=True)
+        weight = torch.randn(edges.num_edge_types, 64, 64, requires_grad=True)
+        indexes, threads = graph.indexes, torch.get_num_threads()
+        pairs = [indexes.pairs(domain) for domain in (Domain.SOURCE_AND_TYPE, Domain.TARGET_AND_TYPE)]
+        ones = torch.ones(graph.num_edges).numpy()
+        joined = coo_matrix((ones, [end.of_edges.numpy() for end in pairs])).tocsr()
+        fewest = int((maximum_bipartite_matching(joined, perm_type="column") >= 0).sum())
+        fewer = min(len(end.nodes) for end in pairs)
+        layers = {
+            (is_covered, parts): sum_of_products.with_options(cover=is_covered)
+            for is_covered in (True, False)
+            for parts in (0, threads)
+        }
+        seconds: dict[Any, list[float]] = {key: [] for key in layers}
+        for _ in range(rounds + 1):
+            for (is_covered, parts), compiled in layers.items():
+                forced = {"column_parts": lambda *_, parts=parts: parts, "PAYS": 1.0 if is_covered else 0.0}
+                with mock.patch.multiple(_run, **forced):
+                    start_s = time.perf_counter()
+                    compiled(graph, x, weight).sum().backward()
+                    seconds[is_covered, parts].append(time.perf_counter() - start_s)
+        chosen = (
+            indexes.cover().num_rows <= _run.PAYS * fewer,
+            _run.column_parts(graph.num_edges, fewer, threads),
+        )
+        taken = {key: median(values[1:]) for key, values in seconds.items()}
+        best = min(taken.values())
+        rows += [
+            Row(name=f"variants {name}", metric="products at the better end", value=fewer, unit=""),
+            Row(name=f"variants {name}", metric="products of the cover", value=indexes.cover().num_rows, unit=""),
+            Row(name=f"variants {name}", metric="fewest products", value=fewest, unit=""),
+            Row(name=f"variants {name}", metric="chosen over the fastest", value=taken[chosen] / best, unit=""),
+        ]
+        for (is_covered, parts), value in taken.items():
+            what = f"{'each edge chooses' if is_covered else 'one end'}, {'added at once' if parts else 'stored'}"
+            rows.append(Row(name=f"variants {name}", metric=what, value=value, unit="s", ratio=value / taken[chosen]))
+        lines.append(
+            [name, f"{fewer:,}", f"{indexes.cover().num_rows:,}", f"{fewest:,}",
+             *(f"{value * 1e3:.1f} ms{' *' if key == chosen else ''}" for key, value in taken.items()),
+             f"{taken[chosen] / best:.2f}"]
+        )  # fmt: skip
+        print(lines[-1], flush=True)
+    header = ["RGCN, training", "one end", "cover", "fewest", "cover, stored", "cover, at once", "end, stored",
+              "end, at once", "chosen (*) over best"]  # fmt: skip
+    show("products, and where they go", header, lines)
+
+
 def summary(rows: list[Row]) -> None:
     """Print geometric means over the real graphs at width 64: PyG's best variant, the same compiled, DGL, by hand."""
     groups: dict[tuple[str, str], list[str]] = {}
@@ -313,7 +388,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     options.add_argument("--layer", action="append", choices=list(PEERS))
     options.add_argument("--graph", action="append", choices=list(GRAPHS))
     options.add_argument("--width", action="append", type=int)
-    options.add_argument("--part", action="append", choices=["peers", "ablations", "first", "blocks"])
+    options.add_argument("--part", action="append", choices=["peers", "ablations", "first", "blocks", "variants"])
     options.add_argument("--rounds", type=int, default=9)
     settings = options.parse_args(arguments)
     if settings.child:
@@ -330,7 +405,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     rounds = 3 if settings.quick else settings.rounds
     rows: list[Row] = []
     parts, config = (
-        settings.part or ["peers", "ablations", "first", "blocks"],
+        settings.part or ["peers", "ablations", "first", "blocks", "variants"],
         {"rounds": rounds, "limit_bytes": limit_bytes(settings.device), "limit_s": LIMIT_S},
     )
     for layer, graph, width in cases:
@@ -348,6 +423,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         first_calls("small" if settings.quick else "FB15k-237", rows, settings.device)
     if "blocks" in parts and settings.device == "cpu":
         blocks(rows, rounds)
+    if "variants" in parts and settings.device == "cpu" and not settings.quick:
+        variants(rows, rounds)
     summary(rows)
     write(settings.json, config, rows, device=settings.device)
     return rows

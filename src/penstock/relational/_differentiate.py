@@ -10,10 +10,10 @@ recomputes cheap values: element-wise functions, in the kernels that read them.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.errors import InternalError
-from penstock.relational._domain import Domain, common
+from penstock.relational._domain import OF_COVERS, Domain, common
 from penstock.relational._elementwise import FUNCTIONS, Application, Term
 from penstock.relational._ir import (
     Builder,
@@ -155,7 +155,10 @@ def _matmul(chain: _Chain, operation: Operation, result: int, gradient: int) -> 
     assert isinstance(operation, Matmul)
     del result
     row, matrix = operation.operands
-    chain.contribute(row, chain.matmul(gradient, matrix, transposed=not operation.transposed), operation.domain)
+    moved = chain.matmul(gradient, matrix, transposed=not operation.transposed)
+    if operation.domain in OF_COVERS:  # not for all pairs
+        moved = chain.builder.add(replace(chain.builder[moved], domain=operation.domain))
+    chain.contribute(row, moved, operation.domain)
     left, right = (gradient, row) if operation.transposed else (row, gradient)
     builder = chain.builder
     shapes = builder[left].shape, builder[right].shape

@@ -15,6 +15,14 @@ class Domain(Enum):
 
     EDGE = "edge"
     """Every edge."""
+    EDGE_AT_SOURCE = "edge of a source's product"
+    """Every edge of which `_cover` takes the source's row for a product."""
+    EDGE_AT_TARGET = "edge of a target's product"
+    """Every other edge."""
+    COVER_SOURCE = "(source, edge type) of the cover"
+    """Every pair of a source and a type of such an edge that leaves it."""
+    COVER_TARGET = "(target, edge type) of the cover"
+    """Every pair of a target and a type of such an edge that enters it."""
     SOURCE_AND_TYPE = "(source, edge type)"
     """Every pair of a source and a type of edge that leaves it."""
     TARGET_AND_TYPE = "(target, edge type)"
@@ -43,8 +51,22 @@ def common(domains: Iterable[Domain]) -> Domain:
     return next(candidate for candidate in _FROM_FEW_ROWS if all(candidate.tells(domain) for domain in wanted))
 
 
-ENDS = {Domain.SOURCE_AND_TYPE: Domain.SOURCE, Domain.TARGET_AND_TYPE: Domain.TARGET}
+ENDS = {
+    Domain.SOURCE_AND_TYPE: Domain.SOURCE,
+    Domain.TARGET_AND_TYPE: Domain.TARGET,
+    Domain.COVER_SOURCE: Domain.SOURCE,
+    Domain.COVER_TARGET: Domain.TARGET,
+}
 """The node domain of each domain of pairs. Pairs are ordered by type, and within a type by node."""
+EDGES = {
+    Domain.SOURCE_AND_TYPE: Domain.EDGE,
+    Domain.TARGET_AND_TYPE: Domain.EDGE,
+    Domain.COVER_SOURCE: Domain.EDGE_AT_SOURCE,
+    Domain.COVER_TARGET: Domain.EDGE_AT_TARGET,
+}
+"""The edges of each domain of pairs."""
+OF_COVERS = frozenset(pairs for pairs, edges in EDGES.items() if edges is not Domain.EDGE)
+"""Domains of the pairs that are multiplied if each edge has chosen an end (`_cover`)."""
 OF_TYPES = frozenset({Domain.EDGE_TYPE, Domain.SOURCE_TYPE, Domain.TARGET_TYPE, Domain.ONE})
 """Domains with few rows."""
 _SOURCE = {Domain.SOURCE_TYPE, Domain.ONE}
@@ -58,6 +80,11 @@ _WIDER: dict[Domain, set[Domain]] = {
     Domain.TARGET: _TARGET,
     Domain.SOURCE_AND_TYPE: {Domain.SOURCE, Domain.EDGE_TYPE} | _SOURCE,
     Domain.TARGET_AND_TYPE: {Domain.TARGET, Domain.EDGE_TYPE} | _TARGET,
-    Domain.EDGE: set(Domain) - {Domain.EDGE},
+    Domain.EDGE: {*ENDS.values(), *OF_TYPES, Domain.SOURCE_AND_TYPE, Domain.TARGET_AND_TYPE},
+    Domain.COVER_SOURCE: {Domain.SOURCE_AND_TYPE, Domain.SOURCE, Domain.EDGE_TYPE} | _SOURCE,
+    Domain.COVER_TARGET: {Domain.TARGET_AND_TYPE, Domain.TARGET, Domain.EDGE_TYPE} | _TARGET,
+}
+_WIDER |= {
+    EDGES[pairs]: {pairs, Domain.EDGE} | _WIDER[Domain.EDGE] for pairs in (Domain.COVER_SOURCE, Domain.COVER_TARGET)
 }
 _FROM_FEW_ROWS = tuple(_WIDER)

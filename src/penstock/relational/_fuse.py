@@ -8,14 +8,17 @@ stays in cache, and the whole table never exists.
 
 from collections.abc import Sequence
 
-from penstock.relational._domain import ENDS, Domain
+from penstock.relational._domain import EDGES, ENDS, Domain
 from penstock.relational._ir import Map, OuterSum, Program, Reduce
 from penstock.relational._lower import BlockedPass, Lowered, Outer, Product, ScatteredProduct, Step, Traversal
 
 LEAST_COLUMNS = 16
 """Fewest columns for a thread: a cache line of float32."""
 MOST_EDGES_A_PRODUCT = 16
-"""Most edges for each pair with which adding products up at once is no slower (benchmarks/relational.py, variants)."""
+"""Most edges for each pair with which adding products up at once is no slower, by measurement.
+
+``python -m benchmarks.relational --part variants`` compares both.
+"""
 
 
 def fuse(lowered: Lowered, num_parts: int) -> Lowered:
@@ -26,7 +29,7 @@ def fuse(lowered: Lowered, num_parts: int) -> Lowered:
     """
     program, steps = lowered.program, list(lowered.steps)
     for step in lowered.steps:
-        if isinstance(step, Traversal) and step.over is Domain.EDGE and step.by in ENDS:
+        if isinstance(step, Traversal) and step.by in ENDS and step.over is EDGES[step.by]:
             steps = _fused(program, steps, step, step.by)
     for step in lowered.steps:
         if isinstance(step, Traversal) and num_parts:
@@ -50,11 +53,9 @@ def _fused(program: Program, steps: list[Step], traversal: Traversal, by: Domain
     roots = set(traversal.roots)
     readers = [number for number, step in enumerate(steps) if reads(program, step) & roots]
     fitting = [number for number in readers if _fits(program, steps[number], by)]
-    # The traversal may wait until its first reader, whose other operands may exist only then.
-    starts = [start, *(number for number in fitting[:1] if number == readers[0])]
-    place, chosen = max(
-        ((number, _ready(program, steps, fitting, roots, number)) for number in starts), key=lambda pair: len(pair[1])
-    )
+    candidates = [(number, _ready(program, steps, fitting, roots, number)) for number in (start, *fitting)]
+    possible = [pair for pair in candidates if _may_wait(program, steps, start, *pair)]
+    place, chosen = max(possible, key=lambda pair: len(pair[1]))
     if not chosen:
         return steps
     joined = BlockedPass(
@@ -68,6 +69,16 @@ def _fused(program: Program, steps: list[Step], traversal: Traversal, by: Domain
         for number, step in enumerate(steps)
         if number == place or number not in (start, *chosen)
     ]
+
+
+def _may_wait(program: Program, steps: Sequence[Step], start: int, place: int, chosen: Sequence[int]) -> bool:
+    """Return whether the traversal at ``start`` and the chosen steps may run at ``place``.
+
+    They may if no other step before reads their values.
+    """
+    moved = [start, *chosen]
+    values = set[int]().union(*(makes(steps[number]) for number in moved))
+    return not any(number not in moved and reads(program, steps[number]) & values for number in range(start, place))
 
 
 def _fits(program: Program, step: Step, by: Domain) -> bool:
@@ -94,7 +105,7 @@ def _ready(program: Program, steps: Sequence[Step], fitting: Sequence[int], root
 
 def _scattered(program: Program, steps: list[Step], traversal: Traversal, num_parts: int) -> list[Step]:
     """Return the steps, with a product that only one sum over edges reads as one step with that sum."""
-    if traversal.over is not Domain.EDGE or traversal.by not in ENDS.values() or len(traversal.roots) > 1:
+    if traversal.by not in ENDS.values() or len(traversal.roots) > 1:
         return steps
     (root,) = traversal.roots
     for step in steps:
@@ -102,7 +113,7 @@ def _scattered(program: Program, steps: list[Step], traversal: Traversal, num_pa
             continue
         readers = [other for other in steps if step.place in reads(program, other)]
         if readers == [traversal] and _is_summed_by_column(program, root, step.place, num_parts):
-            rows = Traversal(Domain.EDGE, program[step.place].domain, [root], traversal.reads - {step.place})
+            rows = Traversal(traversal.over, program[step.place].domain, [root], traversal.reads - {step.place})
             joined = ScatteredProduct(root, step.place, rows, num_parts)
             return [joined if other is traversal else other for other in steps if other is not step]
     return steps
@@ -114,7 +125,7 @@ def _is_summed_by_column(program: Program, root: int, product: int, num_parts: i
     if (
         not isinstance(total, Reduce)
         or total.kind != "sum"
-        or matmul.domain not in ENDS
+        or total.over is not EDGES.get(matmul.domain)
         or program[matmul.operands[1]].domain is not Domain.EDGE_TYPE
     ):
         return False
@@ -125,7 +136,7 @@ def _is_summed_by_column(program: Program, root: int, product: int, num_parts: i
             continue
         seen.add(place)
         operation = program[place]
-        if isinstance(operation, Map) and operation.domain is Domain.EDGE and operation.shape[-1:] == (width,):
+        if isinstance(operation, Map) and operation.domain is total.over and operation.shape[-1:] == (width,):
             stack += operation.operands
         elif product in _needed(program, place):
             return False

@@ -13,12 +13,16 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 
 from penstock import native
-from penstock.relational._domain import ENDS, Domain
+from penstock.errors import InternalError
+from penstock.relational._cover import Cover
+from penstock.relational._domain import EDGES, ENDS, OF_COVERS, Domain
 from penstock.relational._edges import Edges
 from penstock.relational._registry import Guard
 from penstock.tiers import Budget, Charges
 
 _Made = TypeVar("_Made")
+_SUBSETS = frozenset(EDGES[pairs] for pairs in OF_COVERS)
+"""Domains of some of the edges."""
 
 
 class Pairs(NamedTuple):
@@ -42,7 +46,10 @@ class SortedRows(NamedTuple):
 
 
 class Indexes:
-    """How the rows of a graph's domains belong to each other."""
+    """How the rows of a graph's domains belong to each other.
+
+    It is wide because each kind of index is built from others when it is needed.
+    """
 
     def __init__(self, edges: Edges):
         self.edges = edges
@@ -54,6 +61,8 @@ class Indexes:
         if domain in ENDS:
             return len(self.pairs(domain).nodes)
         edges = self.edges
+        if domain in _SUBSETS:
+            return len(self.subset(domain))
         return {
             Domain.EDGE: edges.num_edges,
             Domain.SOURCE: edges.num_sources,
@@ -71,6 +80,8 @@ class Indexes:
         """
         if of is to or to is Domain.ONE:
             return None
+        if of in _SUBSETS:
+            return self._index_of_subset(of, to)
         if of is Domain.EDGE:
             if to in ENDS:
                 return self.pairs(to).of_edges
@@ -81,6 +92,8 @@ class Indexes:
         if of in ENDS and to in (ENDS[of], Domain.EDGE_TYPE):
             nodes, types, _ = self.pairs(of)
             return types if to is Domain.EDGE_TYPE else nodes
+        if of in ENDS and to in ENDS:
+            return self.kept.get(("whole pairs", of, to), lambda: self._whole_pairs(of, to))
         return self.kept.get(("node types", of, to), lambda: self._node_types(of, to))
 
     def segments(self, of: Domain, to: Domain) -> Sequence[int] | None:
@@ -93,6 +106,21 @@ class Indexes:
             return None
         borders = torch.searchsorted(types, torch.arange(count + 1, device=self.edges.device))
         return [int(border) for border in borders.tolist()]
+
+    @property
+    def has_cover(self) -> bool:
+        """Whether each edge may choose the end at which it is multiplied."""
+        return _library(self.edges.device) is not None
+
+    def cover(self) -> Cover:
+        """Return the end at which each edge is multiplied."""
+        return self.kept.get(("cover",), self._cover)
+
+    def subset(self, domain: Domain) -> torch.Tensor:
+        """Return the edges of a domain with some of them, ``int64``, in order."""
+        at_target = self.cover().at_target
+        chosen = at_target if domain is Domain.EDGE_AT_TARGET else ~at_target
+        return self.kept.get(("edges", domain), lambda: chosen.nonzero()[:, 0])
 
     def order(self, over: Domain, by: Domain) -> SortedRows:
         """Return the rows of ``over`` sorted by the row of ``by`` that they belong to."""
@@ -111,10 +139,14 @@ class Indexes:
         return self.kept.get(("pairs", domain), lambda: self._pairs(domain))
 
     def built(self) -> tuple[dict[Domain, Pairs], dict[tuple[Domain, Domain], SortedRows]]:
-        """Return the pairs by their domain, and the sorted rows by both domains, that were built so far."""
+        """Return the pairs by their domain, and the sorted rows by both domains, that were built so far.
+
+        Those of covers are left out.
+        """
         kept = self.kept.snapshot()
-        pairs = {key[1]: value for key, value in kept.items() if key[0] == "pairs"}
-        return pairs, {key[1:]: value for key, value in kept.items() if key[0] == "order"}
+        pairs = {key[1]: value for key, value in kept.items() if key[0] == "pairs" and EDGES[key[1]] is Domain.EDGE}
+        orders = {key[1:]: value for key, value in kept.items() if key[0] == "order"}
+        return pairs, {key: value for key, value in orders.items() if not (OF_COVERS | _SUBSETS) & set(key)}
 
     def take_pairs(self, domain: Domain, pairs: Pairs) -> None:
         """Take pairs that were built before."""
@@ -126,8 +158,42 @@ class Indexes:
 
     def _pairs(self, domain: Domain) -> Pairs:
         end, edges = ENDS[domain], self.edges
-        nodes = edges.edge_index[int(end is Domain.TARGET)]
-        return Pairs(*pairs_of(nodes, edges.edge_type, self.count(end), edges.num_edge_types))
+        nodes, types = edges.edge_index[int(end is Domain.TARGET)], edges.edge_type
+        if EDGES[domain] in _SUBSETS:
+            chosen = self.subset(EDGES[domain])
+            nodes, types = nodes[chosen], types[chosen]
+        return Pairs(*pairs_of(nodes, types, self.count(end), edges.num_edge_types))
+
+    def _cover(self) -> Cover:
+        sources, targets = self.pairs(Domain.SOURCE_AND_TYPE), self.pairs(Domain.TARGET_AND_TYPE)
+        library, edges = _library(self.edges.device), self.edges
+        if library is None:
+            raise InternalError("covers are found by compiled code: callers ask has_cover first")
+        at_target = torch.empty(edges.num_edges, dtype=torch.bool)
+        arrays = [sources.of_edges, targets.of_edges, sources.types, targets.types, at_target]
+        sizes = [edges.num_edges, len(sources.types), len(targets.types), edges.num_edge_types]
+        library.penstock_cover.restype = ctypes.c_int64
+        num_rows = library.penstock_cover(
+            *(ctypes.c_void_p(array.data_ptr()) for array in arrays), *map(ctypes.c_int64, sizes)
+        )
+        if num_rows < 0:
+            raise MemoryError(f"not enough memory to choose an end for each of {edges.num_edges} edges")
+        return Cover(at_target, num_rows)
+
+    def _index_of_subset(self, of: Domain, to: Domain) -> torch.Tensor:
+        """Return the row of ``to`` that each edge of a subset belongs to."""
+        if to is Domain.EDGE:
+            return self.subset(of)
+        if to in ENDS and EDGES[to] is of:
+            return self.pairs(to).of_edges
+        index = self.index(Domain.EDGE, to)
+        assert index is not None
+        return self.kept.get(("of subset", of, to), lambda: index[self.subset(of)])
+
+    def _whole_pairs(self, of: Domain, to: Domain) -> torch.Tensor:
+        """Return the pair of all edges that each pair of a cover is."""
+        of_edges = self.pairs(to).of_edges[self.subset(EDGES[of])]
+        return of_edges.new_empty(self.count(of)).scatter_(0, self.pairs(of).of_edges, of_edges)
 
     def _node_types(self, of: Domain, to: Domain) -> torch.Tensor:
         """Return the node type of the source or the target of each edge, of each pair, or of each node."""
@@ -241,7 +307,7 @@ def _size_bytes(value: object) -> int:
 
 def _library(device: torch.device) -> ctypes.CDLL | None:
     """Return the compiled loops of `native` for the CPU; ``None`` on other devices."""
-    return native.load("relational", openmp=True) if device.type == "cpu" else None
+    return native.load("indexes") if device.type == "cpu" else None
 
 
 def counting_sort(keys: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -41,6 +41,8 @@ ROW_BY_ROW = (Map, Dot, Reshape, SumTo, Slice, Concat, Dropout)
 _SEGMENTED = {
     (Domain.SOURCE_AND_TYPE, Domain.EDGE_TYPE),
     (Domain.TARGET_AND_TYPE, Domain.EDGE_TYPE),
+    (Domain.COVER_SOURCE, Domain.EDGE_TYPE),
+    (Domain.COVER_TARGET, Domain.EDGE_TYPE),
     (Domain.SOURCE, Domain.SOURCE_TYPE),
     (Domain.TARGET, Domain.TARGET_TYPE),
     (Domain.EDGE, Domain.EDGE_TYPE),
@@ -180,17 +182,18 @@ def lower(program: Program, *, blocked: bool) -> Lowered:
     stored = _stored(program)
     sums = _blocked_sums(program, stored) if blocked else {}
     added = _added_up(program, stored, sums)
-    later = {sums[place].place for pair in added.values() for place in pair}
+    later = {place for pair in added.values() for place in pair if place in sums}
     steps: list[Step] = []
     made_by: dict[int, int] = {}
     for place, operation in enumerate(program.operations):
         if place not in stored or place in later or isinstance(operation, Input | SameRows):
             continue
         if place in added:
-            first, second = (sums[part] for part in added[place])
-            made_by[first.place], made_by[place] = len(steps), len(steps) + 1
-            last = BlockedSum(place, second.product, onto=first.place)
-            steps += [BlockedPass(program[part.product].domain, (part,)) for part in (first, last)]
+            first, last = added[place]
+            parts = [sums[first]] if first in sums else []
+            for part in [*parts, BlockedSum(place, sums[last].product, onto=first)]:
+                made_by[part.place] = len(steps)
+                steps.append(BlockedPass(program[part.product].domain, (part,)))
             continue
         step: Step = _template(operation, place, program)
         if place in sums:
@@ -229,9 +232,9 @@ def _blocked_sums(program: Program, stored: set[int]) -> dict[int, BlockedSum]:
 
 
 def _added_up(program: Program, stored: set[int], sums: dict[int, BlockedSum]) -> dict[int, tuple[int, int]]:
-    """Return the sums of two blocked sums that nothing else reads, by their place.
+    """Return sums of two sums that nothing else reads, by their place; the second of them is blocked.
 
-    The second blocked sum adds into the first's memory.
+    It adds into the first's memory.
     """
     readers, added = program.readers(), {}
     for place, operation in enumerate(program.operations):
@@ -242,9 +245,10 @@ def _added_up(program: Program, stored: set[int], sums: dict[int, BlockedSum]) -
             path = program.names(operand)
             alone = all(len(readers[name]) == 1 and name not in program.outputs for name in path)
             fits = program[operand].domain is operation.domain and program[operand].shape == operation.shape
-            if path[-1] in sums and alone and fits:
+            if path[-1] in stored and isinstance(program[path[-1]], Reduce) and alone and fits:
                 parts.append(path[-1])
-        if len(parts) == 2 and parts[0] != parts[1]:
+        parts.sort(key=lambda part: part in sums)
+        if len(parts) == 2 and parts[0] != parts[1] and parts[1] in sums:
             added[place] = (parts[0], parts[1])
     return added
 

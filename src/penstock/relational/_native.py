@@ -14,7 +14,7 @@ import torch
 
 from penstock import native
 from penstock.errors import InternalError
-from penstock.relational._domain import ENDS, Domain
+from penstock.relational._domain import EDGES, ENDS, Domain
 from penstock.relational._emit_c import emit
 from penstock.relational._fuse import fuse
 from penstock.relational._graph import RelationalGraph
@@ -347,7 +347,7 @@ def _borders(indexes: Indexes, pairs: Domain, end: Domain, num_threads: int, *, 
     """Return the owner at which each thread begins, so that all have equal work: rows to multiply, and edges to sum."""
     starts = indexes.order(pairs, end)[1]
     if sums_edges:
-        starts = _EDGES_A_PRODUCT * starts + indexes.order(Domain.EDGE, end)[1]
+        starts = _EDGES_A_PRODUCT * starts + indexes.order(EDGES[pairs], end)[1]
     # Targets have owners, so the order of additions into one does not depend on the number of threads.
     wanted = torch.arange(num_threads + 1, device=starts.device) * int(starts[-1]) // num_threads
     borders = torch.searchsorted(starts, wanted)

@@ -12,10 +12,10 @@ Common subexpressions disappear while programs are built (`Builder.add`), and de
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from penstock.relational._domain import OF_TYPES, Domain, common
+from penstock.relational._domain import OF_COVERS, OF_TYPES, Domain, common
 from penstock.relational._ir import (
     Builder,
     Concat,
@@ -36,8 +36,8 @@ from penstock.relational._ir import (
     rewritten,
 )
 
-RowCounts = Mapping[Domain, int]
-"""Number of rows of a graph by domain."""
+RowCounts = Callable[[Domain], int]
+"""Number of rows of a domain of a graph."""
 _ROW_BY_ROW = (Map, Matmul, Dot, Reshape, SumTo, Slice, Concat)
 _PAIRS = {Domain.SOURCE_AND_TYPE: "source", Domain.TARGET_AND_TYPE: "target"}
 
@@ -62,7 +62,7 @@ def _placed(program: Program, place: Callable[[list[Domain]], Domain]) -> Progra
     places: list[int] = []
     for operation in program.operations:
         moved = rewritten(operation, places)
-        if isinstance(operation, _ROW_BY_ROW):
+        if isinstance(operation, _ROW_BY_ROW) and not (isinstance(operation, Matmul) and operation.domain in OF_COVERS):
             moved = replace(moved, domain=place([builder[operand].domain for operand in moved.operands]))
         places.append(builder.add(moved))
     return builder.program(places[output] for output in program.outputs)
@@ -79,8 +79,8 @@ def reorder(program: Program) -> Program:
     for operation in program.operations:
         place = None
         for product in operation.operands:
-            if _is_reorderable(program, operation, product) and all(
-                _is_reorderable(program, program[reader], product) for reader in readers[product]
+            if is_reorderable(program, operation, product) and all(
+                is_reorderable(program, program[reader], product) for reader in readers[product]
             ):
                 place = _reordered(program, builder, operation, product, places)
                 break
@@ -88,7 +88,7 @@ def reorder(program: Program) -> Program:
     return builder.program(places[output] for output in program.outputs)
 
 
-def _is_reorderable(program: Program, reader: Operation, product: int) -> bool:
+def is_reorderable(program: Program, reader: Operation, product: int) -> bool:
     """Return whether the reader multiplies the product by a value that, with its matrix, has a row per type."""
     operation = program[product]
     if not isinstance(operation, Matmul) or product in program.outputs or operation.domain in OF_TYPES:
@@ -182,7 +182,7 @@ def _summed_product(
     program: Program, readers: list[list[int]], operation: Reduce, rows: RowCounts, pays: float
 ) -> tuple[int, int | None] | None:
     """Return the product under the sum, and its factor, if summing first pays."""
-    if operation.kind != "sum":
+    if operation.kind != "sum" or operation.over is not Domain.EDGE:
         return None
     (place,) = operation.operands
     factor = None
@@ -202,12 +202,12 @@ def _summed_product(
         return None
     row = program[product.operands[0]].shape
     widening = 1 if factor is None else math.prod(broadcast(program[factor].shape, row)) // max(1, math.prod(row))
-    if rows[between] * widening > pays * rows[product.domain]:
+    if rows(between) * widening > pays * rows(product.domain):
         return None
     summed = program[operation.operands[0]] if factor is not None else None
     for reader in readers[place]:
         is_this = program[reader] is operation or program[reader] is summed
-        if not is_this and not _is_reorderable(program, program[reader], place):
+        if not is_this and not is_reorderable(program, program[reader], place):
             return None
     if place in program.outputs or (factor is not None and len(readers[operation.operands[0]]) > 1):
         return None

@@ -16,6 +16,7 @@ import torch
 from penstock.arguments import check_fields, checked, must_be
 from penstock.relational import _eager, _passes
 from penstock.relational._cost import Cost, cost
+from penstock.relational._cover import PAYS, cover
 from penstock.relational._differentiate import SplitDerivative, differentiate, split
 from penstock.relational._domain import Domain
 from penstock.relational._fuse import column_parts
@@ -51,6 +52,8 @@ class Options:
     """Whether to sum before products if that leaves fewer rows."""
     reuse_sums: bool = True
     """Whether backward derives sums over edges from the layer's results where it can, as for a softmax."""
+    cover: bool = True
+    """Whether each edge of a sum of products chooses an end for its product, on a CPU and if rows are fewer so."""
     fuse: bool = True
     """Whether rows of pairs are computed, multiplied and summed a block at a time on a CPU, not stored as a table."""
     emitter: Emitter = "auto"
@@ -143,8 +146,10 @@ class Layer:
         """
         traced, descriptions, is_unified = self._asked(graph, args, kwargs)
         program, parts = traced.program, [f"traced\n{traced.program}"]
-        pays = _pays(is_trained=bool(_wanted(program, descriptions)))
-        for name, rewrite in _pipeline(self.options, graph, traced.domains, pays, is_unified=is_unified):
+        is_trained = bool(_wanted(program, descriptions))
+        dtype = _dtype(descriptions, self.options.emitter, graph.device)
+        choices = _choices(self.options, graph, traced, dtype, is_trained=is_trained)
+        for name, rewrite in _pipeline(self.options, graph, traced.domains, choices, is_unified=is_unified):
             program = rewrite(program)
             parts.append(f"{name}\n{program}")
         compiled = _compiled_program(self, graph, traced, descriptions, is_grad_enabled=True, is_unified=is_unified)
@@ -268,6 +273,12 @@ class Traced:
         self.program, self.domains, self.num_returned = program, domains, num_returned
         self.programs: dict[Any, CompiledProgram] = {}
         self.lock = Guard()
+
+    @functools.cached_property
+    def can_cover(self) -> bool:
+        """Whether edges may choose an end for a product."""
+        compacted = _passes.compact(self.program)
+        return cover(compacted) != compacted
 
 
 class Executor:
@@ -406,43 +417,65 @@ def _compiled_program(
         )
     dtype = _dtype(descriptions, layer.options.emitter, graph.device)
     wanted = _wanted(traced.program, descriptions) if is_grad_enabled else ()
-    at_source, at_target = (graph.indexes.count(domain) for domain in (Domain.SOURCE_AND_TYPE, Domain.TARGET_AND_TYPE))
-    pays = _pays(is_trained=bool(wanted))
-    fewer = int(layer.options.sum_first and pays * at_source / max(1, at_target))
-    is_at_target = at_target <= pays * at_source  # where products are
-    num_pairs = at_target if is_at_target and layer.options.sum_first else at_source
-    num_parts = column_parts(graph.num_edges, num_pairs, torch.get_num_threads())
-    key = (wanted, dtype, graph.is_block, is_unified, min(64, fewer), graph.device, num_parts)
+    choices = _choices(layer.options, graph, traced, dtype, is_trained=bool(wanted))
+    key = (wanted, dtype, graph.is_block, is_unified, graph.device, choices.key)
     with traced.lock:
         compiled = traced.programs.get(key)
         if compiled is None:
             program = traced.program
-            for _, rewrite in _pipeline(layer.options, graph, traced.domains, pays, is_unified=is_unified):
+            for _, rewrite in _pipeline(layer.options, graph, traced.domains, choices, is_unified=is_unified):
                 program = rewrite(program)
             wanted = _moved(traced.program, program, wanted)
-            compiled = traced.programs[key] = CompiledProgram(
-                program, wanted, dtype, layer.options, graph.device, num_parts
-            )
+            compiled = CompiledProgram(program, wanted, dtype, layer.options, graph.device, choices.num_parts)
+            traced.programs[key] = compiled
     return compiled
 
 
-def _pays(*, is_trained: bool) -> float:
-    """Return up to which ratio of rows summing first pays.
+@dataclass(frozen=True, slots=True)
+class _Choices:
+    """Choices for a program that depend on the graph."""
 
-    Training keeps the sums for backward; in inference they never exist.
-    """
-    return 0.9 if is_trained else 1.25
+    pays: float
+    """Up to which ratio of rows summing first pays."""
+    ratio: int
+    """How often rows of sources are there for one of a target, as far as it matters."""
+    num_parts: int
+    """Number of parts that columns are divided into, as `fuse` takes it."""
+    is_covered: bool
+    """Whether each edge chooses an end."""
+
+    @property
+    def key(self) -> tuple[int, int, bool]:
+        """The choices as part of a key."""
+        return self.ratio, self.num_parts, self.is_covered
+
+
+def _choices(
+    options: Options, graph: RelationalGraph, traced: Traced, dtype: torch.dtype, *, is_trained: bool
+) -> _Choices:
+    indexes = graph.indexes
+    at_source, at_target = (indexes.count(domain) for domain in (Domain.SOURCE_AND_TYPE, Domain.TARGET_AND_TYPE))
+    # Training keeps the sums for backward; in inference they never exist.
+    pays = 0.9 if is_trained else 1.25
+    ratio = min(64, int(options.sum_first and pays * at_source / max(1, at_target)))
+    num_pairs = at_target if ratio else at_source
+    is_on_cpu = indexes.has_cover and _chosen(options.emitter, dtype, graph.device) != "triton"
+    may_cover = options.cover and options.compact and is_on_cpu and traced.can_cover
+    is_covered = may_cover and indexes.cover().num_rows <= PAYS * num_pairs
+    num_parts = column_parts(graph.num_edges, num_pairs, torch.get_num_threads())
+    return _Choices(pays, ratio, num_parts, is_covered)
 
 
 def _pipeline(
-    options: Options, graph: RelationalGraph, domains: Sequence[Domain], pays: float, *, is_unified: bool
+    options: Options, graph: RelationalGraph, domains: Sequence[Domain], choices: _Choices, *, is_unified: bool
 ) -> list[tuple[str, Callable[[Program], Program]]]:
     """Return the passes by name, in order."""
     passes: list[tuple[str, Callable[[Program], Program]]] = []
     passes.append(("compact", _passes.compact) if options.compact else ("materialise", _passes.materialise))
+    if choices.is_covered:
+        passes.append(("cover", cover))
     if options.sum_first:  # before `reorder`, since it needs products whose other readers are dots still
-        rows = {domain: graph.indexes.count(domain) for domain in Domain}
-        passes.append(("sum first", lambda program: _passes.sum_first(program, rows, pays)))
+        passes.append(("sum first", lambda program: _passes.sum_first(program, graph.indexes.count, choices.pays)))
     if options.reorder:
         passes.append(("reorder", _passes.reorder))
     if is_unified:  # not for blocks, whose ends are different nodes
