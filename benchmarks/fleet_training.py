@@ -263,8 +263,9 @@ def draw(path: Path, run: Run) -> None:
     curves(path.with_suffix(".losses.png"), run.losses, title="losses")
 
 
-def main(arguments: list[str] | None = None) -> list[Row]:
-    options = parser(__doc__ or "")
+def parsed(description: str, arguments: list[str] | None) -> Any:
+    """Return the settings of a run."""
+    options = parser(description)
     options.add_argument("--model", default="gpt", choices=["gpt", "vit"])
     options.add_argument("--layers", type=int, default=8)
     options.add_argument("--width", type=int, default=768)
@@ -276,19 +277,17 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     options.add_argument("--rounds", type=int, default=1)
     options.add_argument("--budget", help="bytes of a device; by default a model's state over 4.05")
     options.add_argument("--host", help="bytes of host memory below the devices; by default all goes to disk")
-    options.add_argument("--part", action="append", choices=["equality", "rounds", "ablations", "scaling"])
+    options.add_argument("--part", action="append", choices=list(PARTS))
     settings = options.parse_args(arguments)
     if settings.quick:
         settings.layers, settings.width, settings.length, settings.budget, settings.host = 2, 64, 32, "2304KiB", None
         settings.batches, settings.jobs, settings.steps, settings.rounds = [8, 16], 2, 2, 1
     settings.budget = settings.budget or int(state_bytes(settings) / 4.05)
-    rows: list[Row] = []
-    share = state_bytes(settings) / parse_bytes(settings.budget)
-    print(f"a model's state: {format_bytes(state_bytes(settings))}, {share:.2f} budgets")
-    parts = {"equality": equality, "rounds": rounds_of, "ablations": ablations, "scaling": scaling}
-    for name, part in parts.items():
-        if name in (settings.part or parts):
-            part(settings, rows)
+    return settings
+
+
+def configuration(settings: Any) -> dict[str, Any]:
+    """Return what a file of results says about a run."""
     names = ("model", "layers", "width", "length", "batches", "devices", "jobs", "steps", "rounds", "budget", "host")
     data = "images with planted classes"
     if settings.model == "gpt":
@@ -297,9 +296,21 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             if text_file().is_file()
             else "bytes in order; tinyshakespeare was not beside the checkout"
         )
-    write(
-        settings.json, {"data": data, **{name: getattr(settings, name) for name in names}}, rows, device=settings.device
-    )
+    return {"data": data, **{name: getattr(settings, name) for name in names}}
+
+
+PARTS = {"equality": equality, "rounds": rounds_of, "ablations": ablations, "scaling": scaling}
+
+
+def main(arguments: list[str] | None = None) -> list[Row]:
+    settings = parsed(__doc__ or "", arguments)
+    rows: list[Row] = []
+    share = state_bytes(settings) / parse_bytes(settings.budget)
+    print(f"a model's state: {format_bytes(state_bytes(settings))}, {share:.2f} budgets")
+    for name, part in PARTS.items():
+        if name in (settings.part or PARTS):
+            part(settings, rows)
+    write(settings.json, configuration(settings), rows, device=settings.device)
     return rows
 
 
