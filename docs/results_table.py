@@ -455,6 +455,16 @@ ENTRIES = {
         "--part rounds --host 10GiB", "The same with models of 8 x 768 and host memory below the devices"
     ),
     "cpu-fleet-disk": _training("--part rounds", "The same with models of 8 x 768 and only a disk below the devices"),
+    "cpu-fleet-table": Entry(
+        shows="Where the time of a fleet's devices goes, with host memory below them",
+        command="fleet_table --host 10GiB",
+        figures=(
+            Figure(label="plain trainings would take {}", metric="plain trainings would take", of="value", form=".1%"),
+            Figure(label="as many bytes moved: {}", metric="as many bytes.*", of="value", form=".1%"),
+            Figure(label="page faults in units: {}", metric="of the system.*", of="value", form=".1%"),
+            Figure(label="checkpoints: {}", metric="checkpoints are written", of="value", form=".1%"),
+        ),
+    ),
     "cpu-fleet-vit": _training("--part rounds --model vit", "The same with a ViT of 8 x 768"),
     "cpu-fleet-ablations": Entry(
         shows="What double buffering, SHARP, and offloading instead of recomputing gain",
@@ -485,7 +495,18 @@ ENTRIES = {
             Figure(label="{} trials with something wrong", metric="trials with something wrong", of="value", form="d"),
         ),
     ),
-    "cpu-relational": _relational("relational"),
+    "cpu-relational": _relational("relational --part peers --width 64"),
+    "cpu-relational-variants": Entry(
+        shows="RGCN's training step by where products are taken, and whether they are stored",
+        command="relational --part variants",
+        figures=(
+            Figure(label="FB15k-237: {} products", name=".* FB15k-237", metric="products of the cover", of="value",
+                   form=",.0f"),
+            Figure(label="instead of {}", name=".* FB15k-237", metric="products at the better end", of="value",
+                   form=",.0f"),
+            Figure(label="the choice over the fastest: {}", metric="chosen over the fastest", of="value"),
+        ),
+    ),
     "cpu-relational-width32": _relational("relational --width 32"),
     "cpu-relational-width128": _relational("relational --width 128"),
     "cpu-relational-first": Entry(

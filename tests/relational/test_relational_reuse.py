@@ -119,3 +119,21 @@ def test_kept_values_get_no_gradients(graph):
     zeros = [shape for name, shape in created if "zeros" in name]
     assert any("relational_layer_backward" in name for name, _ in created)
     assert zeros == [(graph.num_edges, 2)]  # of the layer's second result, which the loss does not read
+
+
+@pytest.mark.parametrize("num_heads", [1, 4])
+def test_backward_may_read_the_result_itself(graph, emitter, num_heads):
+    """One tensor less for each call, which must not be written to in place."""
+    shared = attention.with_options(emitter=emitter, shares_results=True)
+    arguments = attention_of(GRAPH[0], GRAPH[2], num_heads, 8)
+    check_like_plain(shared, graph, plain_attention, *arguments)
+    counts = [
+        len(list(compiled(graph, *arguments).grad_fn.saved_tensors))
+        for compiled in (shared, attention.with_options(emitter=emitter))
+    ]
+    assert counts[0] == counts[1]
+    result = shared(graph, *arguments)
+    result.relu_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.sum().backward()
+    attention.with_options(emitter=emitter)(graph, *arguments).relu_().sum().backward()

@@ -295,16 +295,23 @@ class SplitDerivative:
     """
     num_outputs: int
     """Number of the layer's outputs."""
+    kept: tuple[int, ...]
+    """Number of the forward program's output that each kept value is."""
 
 
-def split(derivative: Derivative) -> SplitDerivative:
-    """Split forward from backward; backward recomputes cheap values."""
+def split(derivative: Derivative, *, shares_results: bool) -> SplitDerivative:
+    """Split forward from backward; backward recomputes cheap values.
+
+    ``shares_results``: whether a kept value that is a result is returned only once.
+    """
     program = derivative.program
     needs_gradient = _depends_on_gradients(program)
     gradients = program.outputs[derivative.num_outputs :]
     kept = _kept(program, needs_gradient, gradients)
     results = program.outputs[: derivative.num_outputs]
-    forward = Builder(program.operations).program([*results, *kept])
+    more = [place for place in kept if not (shares_results and place in results)]
+    forward = Builder(program.operations).program([*results, *more])
+    returned = [*(results if shares_results else [-1] * len(results)), *more]
     builder, places = Builder(), []
     for place, operation in enumerate(program.operations):
         if place in kept:
@@ -312,7 +319,8 @@ def split(derivative: Derivative) -> SplitDerivative:
             places.append(builder.add(Input(domain=operation.domain, shape=operation.shape, name=name)))
         else:
             places.append(builder.add(rewritten(operation, places)))
-    return SplitDerivative(forward, builder.program(places[place] for place in gradients), derivative.num_outputs)
+    backward = builder.program(places[place] for place in gradients)
+    return SplitDerivative(forward, backward, derivative.num_outputs, tuple(map(returned.index, kept)))
 
 
 def _depends_on_gradients(program: Program) -> set[int]:

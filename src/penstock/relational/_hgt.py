@@ -12,19 +12,21 @@ from penstock.arguments import checked, must_be
 from penstock.relational._graph import RelationalGraph, graph_of_types
 from penstock.relational._language import LayerGraph, Value, dot, softmax
 from penstock.relational._rgcn import check_features, check_relations
-from penstock.relational._run import layer
+from penstock.relational._run import Layer, Options
 
 EdgeType = tuple[str, str, str]
 
 
-@layer
-def _attention(g: LayerGraph, key: Any, query: Any, value: Any, to_key: Any, to_message: Any, prior: Any) -> Value:
+def _attend(g: LayerGraph, key: Any, query: Any, value: Any, to_key: Any, to_message: Any, prior: Any) -> Value:
     for e in g.edges():
         score = dot(key[e.src] @ to_key[e.etype], query[e.dst]) * prior[e.etype]
         message = softmax(score).unsqueeze(-1) * (value[e.src] @ to_message[e.etype])
     for n in g.nodes():
         total = n.sum(message)
     return total
+
+
+_attention = Layer(_attend, Options(shares_results=True))  # nothing writes to its result
 
 
 class HGTConv(nn.Module):
@@ -148,8 +150,8 @@ class HGTConv(nn.Module):
         mapped: torch.Tensor = self.out_lin(name, functional.gelu(total))
         if mapped.shape[-1] != before.shape[-1]:
             return mapped
-        share: torch.Tensor = self.skip[name].sigmoid()
-        return share * mapped + (1 - share) * before
+        share = self.skip[name].sigmoid()
+        return torch.lerp(before, mapped.to(before.dtype), share.to(before.dtype))
 
     def extra_repr(self) -> str:
         """Return the layer's sizes, for its ``repr``."""

@@ -169,7 +169,7 @@ class Indexes:
         library, edges = _library(self.edges.device), self.edges
         if library is None:
             raise InternalError("covers are found by compiled code: callers ask has_cover first")
-        at_target = torch.empty(edges.num_edges, dtype=torch.bool)
+        at_target = torch.empty(edges.num_edges, dtype=torch.bool, device=edges.device)
         arrays = [sources.of_edges, targets.of_edges, sources.types, targets.types, at_target]
         sizes = [edges.num_edges, len(sources.types), len(targets.types), edges.num_edge_types]
         library.penstock_cover.restype = ctypes.c_int64

@@ -101,7 +101,7 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     compiled = registered(program)
     ctx.num_tensors, ctx.program, ctx.graph = len(tensors), program, graph
     ctx.compiled, ctx.on = compiled, registered(graph)  # keeps them alive until backward
-    kept = output[compiled.num_outputs :]
+    kept = [output[number] for number in compiled.kept]
     ctx.set_materialize_grads(False)  # else kept values get gradients of zeros
     ctx.save_for_backward(*tensors, *kept)
     ctx.outputs = [(result.shape, result.dtype, result.device) for result in output[: compiled.num_outputs]]

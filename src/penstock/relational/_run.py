@@ -52,6 +52,11 @@ class Options:
     """Whether to sum before products if that leaves fewer rows."""
     reuse_sums: bool = True
     """Whether backward derives sums over edges from the layer's results where it can, as for a softmax."""
+    shares_results: bool = False
+    """Whether backward may read the layer's results instead of copies, where it needs them.
+
+    Then results must not be written in place before backward, as with PyTorch's own operators that need theirs.
+    """
     cover: bool = True
     """Whether each edge of a sum of products chooses an end for its product, on a CPU and if rows are fewer so."""
     fuse: bool = True
@@ -371,8 +376,8 @@ class CompiledProgram:
         derivative = differentiate(program, [inputs[number] for number in wanted])
         if options.reuse_sums:
             derivative = replace(derivative, program=reuse_sums(derivative.program))
-        halves: SplitDerivative = split(derivative)
-        self.num_outputs = halves.num_outputs
+        halves: SplitDerivative = split(derivative, shares_results=options.shares_results)
+        self.num_outputs, self.kept = halves.num_outputs, halves.kept
         self.shapes = [program.inputs[place].shape for place in inputs]
         backward = _passes.compact(halves.backward) if options.compact else halves.backward
         self._backward_program = _passes.thin(_passes.widened(backward, [self.domains[number] for number in wanted]))
