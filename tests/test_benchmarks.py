@@ -5,6 +5,7 @@ import json
 from benchmarks import (
     fleet,
     fleet_faults,
+    fleet_table,
     fleet_training,
     offload,
     planner,
@@ -60,6 +61,18 @@ def test_fleet_training_benchmark(tmp_path):
         assert (tmp_path / name).stat().st_size > 0
 
 
+def test_table_of_a_fleets_time(tmp_path):
+    file = tmp_path / "table.json"
+    fleet_table.main(["--quick", "--disk", str(tmp_path), "--json", str(file)])
+    content = json.loads(file.read_text())
+    rows = {(row["name"], row["metric"]): row["value"] for row in content["rows"]}
+    shares = [rows["fleet", name] for name in (*fleet_table.INSIDE, *fleet_table.BETWEEN) if name != "units compute"]
+    units = sum(value for (name, _), value in rows.items() if name == "units" and value <= 1)
+    assert all(share >= 0 for share in shares)
+    assert 0.9 < units + sum(shares) <= 1.001
+    assert content["configuration"]["devices"] == 2
+
+
 def test_campaign_of_faults(tmp_path):
     rows = fleet_faults.main(["--quick", "--disk", str(tmp_path)])
     assert sum(row.value for row in rows if row.metric == "faults") >= 4
@@ -100,8 +113,15 @@ def test_shapes_benchmark(tmp_path):
 def test_relational_benchmark(tmp_path):
     file = tmp_path / "relational.json"
     layers = ["--layer", "RGCN", "--layer", "HGT"]
-    relational.main(["--quick", *layers, "--part", "peers", "--part", "blocks", "--json", str(file)])
+    relational.main(
+        ["--quick", *layers, "--part", "peers", "--part", "blocks", "--part", "variants", "--json", str(file)]
+    )
     rows = {(row["name"], row["peer"], row["metric"]): row for row in json.loads(file.read_text())["rows"]}
+    fewest, ours, at_one_end = (
+        rows["variants small", "", metric]["value"]
+        for metric in ("fewest products", "products of the cover", "products at the better end")
+    )
+    assert fewest <= ours <= at_one_end
     assert rows["RGCN small 16", "penstock", "training peak"]["value"] > 0
     for name, peer in (
         ("RGCN", "segments and index_add"),
