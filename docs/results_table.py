@@ -67,6 +67,16 @@ def _training(command: str, shows: str) -> Entry:
     return Entry(shows=shows, command=f"fleet_training {command}", figures=figures)
 
 
+def _time_of_a_fleet(shows: str) -> Entry:
+    figures = (
+        Figure(label="plain trainings would take {}", metric="plain trainings would take", of="value", form=".1%"),
+        Figure(label="as many bytes moved: {}", metric="as many bytes.*", of="value", form=".1%"),
+        Figure(label="page faults in units: {}", metric="of the system.*", of="value", form=".1%"),
+        Figure(label="checkpoints: {}", metric="checkpoints are written", of="value", form=".1%"),
+    )
+    return Entry(shows=shows, command="fleet_table --host 10GiB", figures=figures)
+
+
 def _equality(command: str) -> Entry:
     equal = Figure(label="equal: {}", metric="losses equal to plain training", of="value", form="")
     peak = Figure(label="measured peak {} of the budget", metric="measured peak over budget", of="value", form=".4f")
@@ -455,16 +465,8 @@ ENTRIES = {
         "--part rounds --host 10GiB", "The same with models of 8 x 768 and host memory below the devices"
     ),
     "cpu-fleet-disk": _training("--part rounds", "The same with models of 8 x 768 and only a disk below the devices"),
-    "cpu-fleet-table": Entry(
-        shows="Where the time of a fleet's devices goes, with host memory below them",
-        command="fleet_table --host 10GiB",
-        figures=(
-            Figure(label="plain trainings would take {}", metric="plain trainings would take", of="value", form=".1%"),
-            Figure(label="as many bytes moved: {}", metric="as many bytes.*", of="value", form=".1%"),
-            Figure(label="page faults in units: {}", metric="of the system.*", of="value", form=".1%"),
-            Figure(label="checkpoints: {}", metric="checkpoints are written", of="value", form=".1%"),
-        ),
-    ),
+    "cpu-fleet-table": _time_of_a_fleet("Where the time of a fleet's devices goes, with host memory below them"),
+    "cpu-fleet-table-huge": _time_of_a_fleet("The same where PyTorch takes huge pages, THP_MEM_ALLOC_ENABLE=1"),
     "cpu-fleet-vit": _training("--part rounds --model vit", "The same with a ViT of 8 x 768"),
     "cpu-fleet-ablations": Entry(
         shows="What double buffering, SHARP, and offloading instead of recomputing gain",

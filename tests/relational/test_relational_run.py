@@ -1,6 +1,8 @@
 """Layers in the tools around them: `torch.compile`, autocast, threads, forks, double backward, caches."""
 
 import multiprocessing
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -46,8 +48,21 @@ def test_the_operator_is_sound(graph, arguments):
 
 def test_double_backward_is_refused(graph, arguments):
     (gradient,) = torch.autograd.grad(rgat(graph, **arguments).sum(), arguments["x"], create_graph=True)
-    with pytest.raises((DoubleBackwardError, RuntimeError)):
+    with pytest.raises(DoubleBackwardError, match="cannot be differentiated twice"):
         gradient.sum().backward()
+
+
+def test_a_first_call_does_not_import_the_compiler():
+    """Which takes PyTorch a second."""
+    code = """
+import sys, torch
+from penstock.relational import RelationalGraph, RGCNConv
+graph = RelationalGraph(torch.tensor([[0, 1], [1, 0]]))
+RGCNConv(4, 4, 1)(torch.ones(2, 4), graph).sum().backward()
+print("torch._dynamo" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 def test_autocast_computes_in_single_precision(graph):
