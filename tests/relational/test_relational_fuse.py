@@ -6,7 +6,7 @@ from relational_layers import attention, attention_of, check_like_plain, plain_a
 
 from penstock.probe import peak_bytes
 from penstock.relational import RelationalGraph, RGCNConv, layer
-from penstock.relational._fuse import LEAST_COLUMNS, MOST_EDGES_A_PRODUCT, column_parts
+from penstock.relational._fuse import LEAST_COLUMNS, MOST_EDGES_A_PRODUCT, column_parts, has_room_for_outers
 
 SIZES = 1500, 20_000, 4
 """Nodes, edges and types: several blocks of pairs for each type, and more than one thread gets."""
@@ -128,6 +128,23 @@ def test_columns_are_divided_where_that_pays():
     assert [column_parts(100, 50, threads) for threads in (1, 2, 3, 4, 8)] == [1, 2, 0, 4, 0]
     assert column_parts(MOST_EDGES_A_PRODUCT * 50, 50, 2) == 2
     assert column_parts(MOST_EDGES_A_PRODUCT * 50 + 1, 50, 2) == 0
+
+
+def test_matrices_of_threads_take_no_more_than_the_rows():
+    """FB15k-237 with 2 threads and with 64; a graph with few rows for each type."""
+    assert [has_room_for_outers(29_683, 237, threads) for threads in (1, 2, 64)] == [True, True, False]
+    generator = torch.Generator().manual_seed(0)
+    index, kind = torch.randint(300, (2, 4000), generator=generator), torch.randint(200, (4000,), generator=generator)
+    graph = RelationalGraph(index, kind, num_edge_types=200)
+    x, weight = rand(300, 8, seed=1), rand(200, 8, 8, seed=2)
+    before = torch.get_num_threads()
+    try:
+        for count, is_fused in ((1, True), (2, False)):
+            torch.set_num_threads(count)
+            assert ("outer products summed" in mean_per_type.explain(graph, x, weight)) == is_fused
+            check_like_plain(mean_per_type, graph, plain_mean, x, weight)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_graph_without_edges_has_zeros(num_threads):

@@ -20,17 +20,20 @@ MOST_EDGES_A_PRODUCT = 16
 ``python -m benchmarks.relational --part variants`` compares both.
 """
 
+LEAST_ROWS_A_MATRIX = 64
+"""Fewest rows for each matrix of a thread: with 64 columns, they take as much memory."""
 
-def fuse(lowered: Lowered, num_parts: int) -> Lowered:
+
+def fuse(lowered: Lowered, num_parts: int, *, with_outers: bool) -> Lowered:
     """Let traversals by pairs compute their rows block by block, inside of the steps that multiply these rows.
 
     ``num_parts``: into how many parts columns are divided, so that products can be added up a block at a time where
-    edges read them; 0 if that does not pay.
+    edges read them; 0 if that does not pay. ``with_outers``: whether sums of outer products are among these steps.
     """
     program, steps = lowered.program, list(lowered.steps)
     for step in lowered.steps:
         if isinstance(step, Traversal) and step.by in ENDS and step.over is EDGES[step.by]:
-            steps = _fused(program, steps, step, step.by)
+            steps = _fused(program, steps, step, step.by, with_outers=with_outers)
     for step in lowered.steps:
         if isinstance(step, Traversal) and num_parts:
             steps = _scattered(program, steps, step, num_parts)
@@ -47,12 +50,21 @@ def column_parts(num_edges: int, num_pairs: int, num_threads: int) -> int:
     return num_threads if pays and num_threads in (1, 2, 4) else 0
 
 
-def _fused(program: Program, steps: list[Step], traversal: Traversal, by: Domain) -> list[Step]:
+def has_room_for_outers(num_pairs: int, num_types: int, num_threads: int) -> bool:
+    """Return whether `fuse` should take sums of outer products.
+
+    Each thread but the first has a matrix per type for them, which must not take more memory than the rows would.
+    """
+    return num_pairs >= LEAST_ROWS_A_MATRIX * num_types * (num_threads - 1)
+
+
+def _fused(program: Program, steps: list[Step], traversal: Traversal, by: Domain, *, with_outers: bool) -> list[Step]:
     """Return the steps, with as many of those that read the traversal's rows as possible in one pass with it."""
     start = next(number for number, step in enumerate(steps) if step is traversal)
     roots = set(traversal.roots)
     readers = [number for number, step in enumerate(steps) if reads(program, step) & roots]
     fitting = [number for number in readers if _fits(program, steps[number], by)]
+    fitting = [number for number in fitting if with_outers or not isinstance(steps[number], Outer)]
     candidates = [(number, _ready(program, steps, fitting, roots, number)) for number in (start, *fitting)]
     possible = [pair for pair in candidates if _may_wait(program, steps, start, *pair)]
     place, chosen = max(possible, key=lambda pair: len(pair[1]))

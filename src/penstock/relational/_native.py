@@ -126,9 +126,9 @@ class CompiledC(Compiled):
 
     emitter = "C"
 
-    def __init__(self, program: Program, dtype: torch.dtype, num_parts: int, *, is_fused: bool):
+    def __init__(self, program: Program, dtype: torch.dtype, num_parts: int, *, is_fused: bool, with_outers: bool):
         lowered = lower(program, blocked=True)
-        super().__init__(fuse(lowered, num_parts) if is_fused else lowered, dtype)
+        super().__init__(fuse(lowered, num_parts, with_outers=with_outers) if is_fused else lowered, dtype)
         self.source, self.kernels = emit(self.lowered, DTYPES[dtype])
         self.find_last_uses()
         library = native.compile_source(self.source, "relational-layer", openmp=True)

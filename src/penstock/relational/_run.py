@@ -19,7 +19,7 @@ from penstock.relational._cost import Cost, cost
 from penstock.relational._cover import PAYS, cover
 from penstock.relational._differentiate import SplitDerivative, differentiate, split
 from penstock.relational._domain import Domain
-from penstock.relational._fuse import column_parts
+from penstock.relational._fuse import column_parts, has_room_for_outers
 from penstock.relational._graph import RelationalGraph
 from penstock.relational._ir import Input, Program, SameRows
 from penstock.relational._language import SEED, ArgumentShape, trace
@@ -296,13 +296,15 @@ class Executor:
         dtype: torch.dtype,
         options: Options,
         device: torch.device,
-        num_parts: int,
+        choices: "GraphChoices",
     ):
         self.program, self.dtype, self.device = program, dtype, device
         self.compiled: Compiled | None = None
         match _chosen(options.emitter, dtype, device):
             case "c":
-                self.compiled = CompiledC(program, dtype, num_parts, is_fused=options.fuse)
+                self.compiled = CompiledC(
+                    program, dtype, choices.num_parts, is_fused=options.fuse, with_outers=choices.with_outers
+                )
             case "triton":
                 from penstock.relational._triton import CompiledTriton
 
@@ -367,7 +369,7 @@ class CompiledProgram:
         dtype: torch.dtype,
         options: Options,
         device: torch.device,
-        num_parts: int,
+        choices: "GraphChoices",
     ):
         self.program, self.wanted, self.dtype = program, wanted, dtype
         inputs = list(program.inputs)
@@ -381,7 +383,7 @@ class CompiledProgram:
         self.shapes = [program.inputs[place].shape for place in inputs]
         backward = _passes.compact(halves.backward) if options.compact else halves.backward
         self._backward_program = _passes.thin(_passes.widened(backward, [self.domains[number] for number in wanted]))
-        self._make = functools.partial(Executor, dtype=dtype, options=options, device=device, num_parts=num_parts)
+        self._make = functools.partial(Executor, dtype=dtype, options=options, device=device, choices=choices)
         self.forward = self._make(_passes.thin(halves.forward), halves.num_outputs)
         self.number = register(self)
 
@@ -423,7 +425,7 @@ def _compiled_program(
     dtype = _dtype(descriptions, layer.options.emitter, graph.device)
     wanted = _wanted(traced.program, descriptions) if is_grad_enabled else ()
     choices = _choices(layer.options, graph, traced, dtype, is_trained=bool(wanted))
-    key = (wanted, dtype, graph.is_block, is_unified, graph.device, choices.key)
+    key = (wanted, dtype, graph.is_block, is_unified, graph.device, choices)
     with traced.lock:
         compiled = traced.programs.get(key)
         if compiled is None:
@@ -431,13 +433,13 @@ def _compiled_program(
             for _, rewrite in _pipeline(layer.options, graph, traced.domains, choices, is_unified=is_unified):
                 program = rewrite(program)
             wanted = _moved(traced.program, program, wanted)
-            compiled = CompiledProgram(program, wanted, dtype, layer.options, graph.device, choices.num_parts)
+            compiled = CompiledProgram(program, wanted, dtype, layer.options, graph.device, choices)
             traced.programs[key] = compiled
     return compiled
 
 
 @dataclass(frozen=True, slots=True)
-class _Choices:
+class GraphChoices:
     """Choices for a program that depend on the graph."""
 
     pays: float
@@ -446,18 +448,15 @@ class _Choices:
     """How often rows of sources are there for one of a target, as far as it matters."""
     num_parts: int
     """Number of parts that columns are divided into, as `fuse` takes it."""
+    with_outers: bool
+    """Whether sums of outer products are fused, as `fuse` takes it."""
     is_covered: bool
     """Whether each edge chooses an end."""
-
-    @property
-    def key(self) -> tuple[int, int, bool]:
-        """The choices as part of a key."""
-        return self.ratio, self.num_parts, self.is_covered
 
 
 def _choices(
     options: Options, graph: RelationalGraph, traced: Traced, dtype: torch.dtype, *, is_trained: bool
-) -> _Choices:
+) -> GraphChoices:
     indexes = graph.indexes
     at_source, at_target = (indexes.count(domain) for domain in (Domain.SOURCE_AND_TYPE, Domain.TARGET_AND_TYPE))
     # Training keeps the sums for backward; in inference they never exist.
@@ -467,12 +466,18 @@ def _choices(
     is_on_cpu = indexes.has_cover and _chosen(options.emitter, dtype, graph.device) != "triton"
     may_cover = options.cover and options.compact and is_on_cpu and traced.can_cover
     is_covered = may_cover and indexes.cover().num_rows <= PAYS * num_pairs
-    num_parts = column_parts(graph.num_edges, num_pairs, torch.get_num_threads())
-    return _Choices(pays, ratio, num_parts, is_covered)
+    num_threads = torch.get_num_threads()
+    return GraphChoices(
+        pays,
+        ratio,
+        num_parts=column_parts(graph.num_edges, num_pairs, num_threads),
+        with_outers=has_room_for_outers(num_pairs, graph.num_edge_types, num_threads),
+        is_covered=is_covered,
+    )
 
 
 def _pipeline(
-    options: Options, graph: RelationalGraph, domains: Sequence[Domain], choices: _Choices, *, is_unified: bool
+    options: Options, graph: RelationalGraph, domains: Sequence[Domain], choices: GraphChoices, *, is_unified: bool
 ) -> list[tuple[str, Callable[[Program], Program]]]:
     """Return the passes by name, in order."""
     passes: list[tuple[str, Callable[[Program], Program]]] = []
