@@ -25,6 +25,7 @@ __all__ = [
     "OffloadDeclinedWarning",
     "PenstockError",
     "PenstockWarning",
+    "RankError",
     "TierDegradedWarning",
     "TierFullError",
     "TierReadError",
@@ -105,6 +106,20 @@ class FleetStateError(PenstockError):
 
 class NodeLostError(PenstockError):
     """No machine is left that could train a fleet's jobs. Their checkpoints are complete."""
+
+
+class RankError(PenstockError, RuntimeError):
+    """A process of a ``torch.distributed`` group has failed, is lost, or disagrees with the others.
+
+    Attribute: ``ranks``, the numbers of those ranks in the group.
+    """
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...]):
+        super().__init__(message)
+        self.ranks = ranks
+
+    def __reduce__(self) -> tuple[Callable[[], Self], tuple[()]]:
+        return partial(type(self), str(self), ranks=self.ranks), ()
 
 
 class DoubleBackwardError(PenstockError, RuntimeError):

@@ -29,7 +29,7 @@ from penstock.native._compiler import (
 )
 
 _CHECKSUM_BYTES = 32
-_NAMES = ("indexes", "relational", "remat", "sampling", "unified")
+_NAMES = ("indexes", "relational", "remat", "sampling", "sharing", "unified")
 
 
 def load(name: str, *, openmp: bool = False, numbers: tuple[type[IntEnum], ...] = ()) -> ctypes.CDLL | None:

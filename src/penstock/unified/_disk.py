@@ -89,7 +89,7 @@ class RowFiles:
                 f"{self.tables[0].path}: this file system refuses O_DIRECT, so rows go through the page cache. A file "
                 "on ext4, xfs or btrfs on a local SSD avoids it.",
                 TierDegradedWarning,
-                stacklevel=6,  # who made the features, behind `checked` and `renamed`
+                stacklevel=7,  # who made the features, behind `checked` and `renamed`
             )
         self._cache = PageCache.of(self.tables, self._descriptors) if library() is not None else None
 

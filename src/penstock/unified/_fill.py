@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ def open_files(
         return None
     assert source.tensor is not None
     limits = Budget(disk=disk).disk_bytes
-    warn_of_memory(limits, stacklevel=5)  # who made the features, behind `checked` and `renamed`
+    warn_of_memory(limits, stacklevel=6)  # who made the features, behind `checked` and `renamed`
     with _spilled(source.tensor, limits, account, progress) as tables:
         files = RowFiles(tables)  # this opens them again
     files.tables = [
@@ -120,14 +120,11 @@ def fill(store: RowStore, tensor: torch.Tensor | None, plan: TierPlan, beside_by
         host = tensor if is_plain_table(tensor) else tensor.contiguous()
     else:
         account.charge("host", num_host * plan.row_bytes)
-        host = _shaped(exact(num_host * plan.row_bytes), stored, num_host)
-        _copy(store.files, tensor, plan.host_rows, host, stored)
+        host = shaped(exact(num_host * plan.row_bytes), stored, num_host)
+        copy_rows(store.files, tensor, plan.host_rows, host, stored)
     in_place, device, places = InPlace(host, Memory.of(host)), None, None
     if not holds_all:
-        if num_device:
-            account.charge("device", num_device * plan.row_bytes)
-            device = stored.empty(num_device, device=store.device)
-            _copy(store.files, tensor, plan.device_rows, device, stored)
+        device = held_on_device(store, tensor, plan.device_rows, stored, account)
         places = torch.full((store.num_rows,), -1, dtype=torch.int32, device="cpu")
         places[plan.device_rows] = torch.arange(num_device, dtype=torch.int32, device="cpu")
         slots = plan.host_rows if stays else torch.arange(num_host, dtype=torch.int32, device="cpu")
@@ -135,10 +132,30 @@ def fill(store: RowStore, tensor: torch.Tensor | None, plan: TierPlan, beside_by
     store.held = HeldRows(host=in_place, device=device, places=places)
 
 
-def _copy(
-    files: RowFiles | None, tensor: torch.Tensor | None, rows: torch.Tensor, into: torch.Tensor, stored: RowType
+def held_on_device(
+    store: RowStore, tensor: torch.Tensor | None, rows: torch.Tensor, stored: RowType, account: Charges
+) -> torch.Tensor | None:
+    """Return rows of ``tensor``, or of the store's files for ``None``, on the device; ``None`` if there are none."""
+    if not len(rows):
+        return None
+    account.charge("device", len(rows) * stored.row_bytes)
+    device = stored.empty(len(rows), device=store.device)
+    copy_rows(store.files, tensor, rows, device, stored)
+    return device
+
+
+def copy_rows(
+    files: RowFiles | None,
+    tensor: torch.Tensor | None,
+    rows: torch.Tensor,
+    into: torch.Tensor,
+    stored: RowType,
+    alive: Callable[[], None] = lambda: None,
 ) -> None:
-    """Copy rows of the tensor, or of the files for ``None``, with memory for a few on the way to a device."""
+    """Copy rows of the tensor, or of the files for ``None``, with memory for a few on the way to a device.
+
+    ``alive`` is called now and then.
+    """
     step = max(1, _FILL_BYTES // max(1, stored.row_bytes))
     for begin in range(0, len(rows), step):
         numbers = rows[begin : begin + step]
@@ -151,7 +168,9 @@ def _copy(
             files.read(numbers.long(), stored, out, None)
         if out.device != into.device:
             into[begin:end].copy_(out)
+        alive()
 
 
-def _shaped(raw: torch.Tensor, kind: RowType, num_rows: int) -> torch.Tensor:
+def shaped(raw: torch.Tensor, kind: RowType, num_rows: int) -> torch.Tensor:
+    """Return bytes as rows."""
     return raw.view(kind.stored).view(num_rows, *kind.shape) if raw.numel() else kind.empty(num_rows)

@@ -24,6 +24,17 @@ _SIGNATURES: dict[str, dict[str, tuple[Any, ...]]] = {
         ),
         "penstock_read_rows": (None, _POINTER, _POINTER, _NUMBER, _POINTER, _POINTER, _NUMBER, _POINTER, _POINTER),
     },
+    "sharing": {
+        "penstock_sharing_look": (
+            _NUMBER, _POINTER, _POINTER, _POINTER, _NUMBER, _POINTER, _POINTER, _POINTER, _POINTER,
+        ),
+        "penstock_sharing_publish": (
+            None, _POINTER, _POINTER, _POINTER, _NUMBER, _POINTER, _POINTER, _POINTER, _POINTER, _NUMBER,
+        ),
+        "penstock_sharing_wait": (
+            _NUMBER, _POINTER, _POINTER, _POINTER, _NUMBER, _POINTER, _POINTER, _POINTER, _POINTER, _NUMBER,
+        ),
+    },
     "sampling": {
         "penstock_sample_offsets": (_NUMBER, _POINTER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _POINTER),
         "penstock_sample": (
@@ -43,7 +54,10 @@ _SIGNATURES: dict[str, dict[str, tuple[Any, ...]]] = {
 
 @functools.cache
 def library(name: str = "unified") -> ctypes.CDLL | None:
-    """Return the library of ``native/<name>.c``: "unified" or "sampling"; ``None`` on a machine without a compiler."""
+    """Return the library of ``native/<name>.c``: "unified", "sharing" or "sampling".
+
+    ``None`` on a machine without a compiler.
+    """
     compiled = native.load(name, openmp=True)
     if compiled is not None:
         for function_name, (result, *arguments) in _SIGNATURES[name].items():

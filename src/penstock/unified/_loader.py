@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch import distributed
 
 from penstock.arguments import checked
 from penstock.devices import StreamEvent, backend_of, is_accelerator
+from penstock.ranks import rank_in
 from penstock.unified._counts import Counts
 from penstock.unified._graph import as_seeds
 from penstock.unified._sampler import NeighborSampler, Sample
@@ -85,6 +87,10 @@ class Loader:
     allowed. Order and draws depend only on ``seed`` and the epoch. If you leave an epoch early, its threads end; an
     error in a thread is raised here. With ``ahead=0`` everything runs in the calling thread.
 
+    With a ``group`` of ``torch.distributed``, its ranks take turns: of each ``n`` mini-batches in the order of one
+    process, every one of ``n`` ranks gets one, so that together they read the same mini-batches with the same draws.
+    All ranks get the same number; the seeds that are left at the end are divided between them, unless ``drop_last``.
+
     Raises ``ValueError`` for an invalid ``batch_size`` or ``ahead``, for labels of fewer nodes, and for repeated seeds;
     ``IndexError`` and ``TypeError`` for other seeds that are not nodes.
     """
@@ -102,6 +108,7 @@ class Loader:
         drop_last: bool = False,
         ahead: int = 2,
         seed: int = 0,
+        group: distributed.ProcessGroup | None = None,
     ):
         if batch_size < 1 or ahead < 0:
             raise ValueError(f"`batch_size` must be at least 1 and `ahead` at least 0, got {batch_size} and {ahead}")
@@ -118,12 +125,14 @@ class Loader:
             )
         self.batch_size, self.ahead, self.seed = batch_size, ahead, seed
         self.shuffle, self.drop_last = shuffle, drop_last
+        self._rank_in = (0, 1) if group is None else rank_in(group)
+        """This process's rank, and the number of ranks."""
         self.epoch = 0
         """Number of the next epoch; set it to continue where another run stopped."""
         self._counts = Counts(LoaderStatistics())
 
     def __len__(self) -> int:
-        whole, rest = divmod(len(self.seeds), self.batch_size)
+        whole, rest = divmod(len(self.seeds), self.batch_size * self._rank_in[1])
         return whole + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -143,7 +152,7 @@ class Loader:
             with beside():
                 return self._read(sampled), beside.mark(), held
 
-        batches = _pipeline(enumerate(self._seeds_of(epoch)), [sample, read], self.ahead, self._counts, gate.open)
+        batches = _pipeline(self._numbered(epoch), [sample, read], self.ahead, self._counts, gate.open)
         with contextlib.closing(batches):
             try:
                 for batch, mark, held in batches:
@@ -163,13 +172,23 @@ class Loader:
         """Return the statistics so far, and start again."""
         return self._counts.reset()
 
+    def _numbered(self, epoch: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the seeds of this rank's mini-batches, and their numbers among those of all ranks."""
+        rank, num_ranks = self._rank_in
+        for turn, seeds in enumerate(self._seeds_of(epoch)):
+            yield turn * num_ranks + rank, seeds
+
     def _seeds_of(self, epoch: int) -> Iterator[torch.Tensor]:
         seeds = self.seeds
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
             seeds = seeds[torch.randperm(len(seeds), generator=generator, device="cpu")]
-        for number in range(len(self)):
-            yield seeds[number * self.batch_size : (number + 1) * self.batch_size]
+        rank, num_ranks = self._rank_in
+        for turn in range(len(self)):
+            start = turn * num_ranks * self.batch_size
+            batches = seeds[start : start + num_ranks * self.batch_size].tensor_split(num_ranks)
+            # a rank for which no seed is left repeats another's, since all must take as many steps
+            yield batches[rank] if len(batches[rank]) else batches[0]
 
     def _sample(self, epoch: int, number: int, seeds: torch.Tensor) -> tuple[torch.Tensor, Sample]:
         start_s = time.perf_counter()

@@ -1,5 +1,6 @@
 """The division of a host budget between rows that stay and other memory that must be held."""
 
+import math
 from dataclasses import dataclass
 
 from penstock.errors import BudgetError
@@ -20,14 +21,24 @@ class HostShare:
     buffer_bytes: int
     """Bytes of buffers for reading from the disk; 0 if no rows are there."""
     in_flight_bytes: int | None
-    """Bytes for rows that a loader has read in advance; ``None`` for no limit."""
+    """Bytes for rows that a loader has read in advance, in each rank; ``None`` for no limit."""
     needs_disk: bool
     """Whether some rows are neither on the device nor in host memory."""
 
+    num_ranks: int = 1
+    """Number of ranks that share the budget."""
+    reads_bytes: int = 0
+    """Bytes for rows that one of several ranks has read from the disk, so that the others need not."""
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes that each rank needs for itself."""
+        return self.buffer_bytes + (self.in_flight_bytes or 0)
+
     @property
     def beside_bytes(self) -> int:
-        """Bytes of everything except the rows that stay."""
-        return self.places_bytes + self.buffer_bytes + (self.in_flight_bytes or 0)
+        """Bytes of everything except the rows that stay, in all ranks."""
+        return self.places_bytes + self.num_ranks * self.own_bytes + self.reads_bytes
 
 
 def share_host(
@@ -38,38 +49,45 @@ def share_host(
     device_bytes: int,
     in_flight: int | None,
     buffer_bytes: int,
+    num_ranks: int = 1,
 ) -> HostShare:
-    """Divide ``host_bytes`` (``None``: no bound) between rows and the rest.
+    """Divide ``host_bytes`` (``None``: no bound) of a machine between rows and the rest.
 
-    ``in_flight`` is as asked; ``buffer_bytes`` counts only if a disk is needed. Raises ``BudgetError``, which names the
-    smallest budget that works, if it is less than what must be held.
+    ``in_flight`` is as asked, for all ranks; ``buffer_bytes``, of each rank, counts only if a disk is needed. Raises
+    ``BudgetError``, which names the smallest budget that works, if it is less than what must be held.
     """
     total, places = num_rows * row_bytes, ROW_NUMBER_BYTES * num_rows
     if host_bytes is None or total <= host_bytes:
         left = in_flight if in_flight is not None or host_bytes is None else host_bytes - total
         is_split = host_bytes is None and device_bytes > 0
         return HostShare(
-            rows_bytes=host_bytes, places_bytes=places if is_split else 0, buffer_bytes=0, in_flight_bytes=left,
-            needs_disk=False,
+            rows_bytes=host_bytes, places_bytes=places if is_split else 0, buffer_bytes=0,
+            in_flight_bytes=None if left is None else left // num_ranks, needs_disk=False, num_ranks=num_ranks,
         )  # fmt: skip
     without_disk = _rows_beside(places + (in_flight or 0), host_bytes, row_bytes)
     if without_disk + device_bytes >= total:
         return HostShare(
-            rows_bytes=without_disk, places_bytes=places, buffer_bytes=0, in_flight_bytes=in_flight, needs_disk=False
-        )
-    ahead = host_bytes // 8 if in_flight is None else in_flight
-    fixed = places + buffer_bytes + ahead
+            rows_bytes=without_disk, places_bytes=places, buffer_bytes=0,
+            in_flight_bytes=None if in_flight is None else in_flight // num_ranks, needs_disk=False,
+            num_ranks=num_ranks,
+        )  # fmt: skip
+    # an eighth for rows that are on their way, half of which several ranks use together
+    reads = host_bytes // 16 if num_ranks > 1 else 0
+    ahead = host_bytes // 8 - reads if in_flight is None else in_flight
+    fixed = places + num_ranks * buffer_bytes + ahead + reads
     if fixed > host_bytes:
-        # by default `ahead` is an eighth of the budget, so it grows with a larger one
-        least = fixed if in_flight is not None else -(-8 * (fixed - ahead) // 7)
+        # shares grow with a larger budget
+        grown = 1 / 8 if in_flight is None else 1 / 16 if num_ranks > 1 else 0
+        constant = places + num_ranks * buffer_bytes + (0 if in_flight is None else in_flight)
+        least = constant + math.ceil(constant * grown / (1 - grown))
         raise BudgetError(
             f"`host` must be at least {least}, got {format_bytes(host_bytes)}: {format_bytes(places)} are "
-            f"needed to know where each row is, {format_bytes(buffer_bytes)} to read from the disk and "
-            f"{format_bytes(ahead)} for rows read in advance"
+            f"needed to know where each row is, {format_bytes(num_ranks * buffer_bytes)} to read from the disk and "
+            f"{format_bytes(ahead + reads)} for rows read in advance"
         )
     return HostShare(
         rows_bytes=_rows_beside(fixed, host_bytes, row_bytes), places_bytes=places, buffer_bytes=buffer_bytes,
-        in_flight_bytes=ahead, needs_disk=True,
+        in_flight_bytes=ahead // num_ranks, needs_disk=True, num_ranks=num_ranks, reads_bytes=reads,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from penstock.unified._library import address, library
 from penstock.unified._memory import InPlace, Memory
 from penstock.unified._readers import Readers
 from penstock.unified._rows import RowType, as_index, check_range, gather, out_of_range, read_rows
+from penstock.unified._sharing import SharedReads
 from penstock.units import format_fields
 
 
@@ -24,6 +25,8 @@ class FeatureStatistics:
     """Rows that came from host memory."""
     cached_rows: int = 0
     """Rows that lay on the disk, but that the system still had in its page cache."""
+    shared_rows: int = 0
+    """Rows that lay on the disk, but that another rank of this machine had read."""
     disk_rows: int = 0
     """Rows that came from the disk."""
     disk_requests: int = 0
@@ -39,7 +42,7 @@ class FeatureStatistics:
     def hit_rate(self) -> float:
         """Share of rows that were held on the device or in host memory, as planned; 1 if none were read."""
         held = self.device_rows + self.host_rows
-        total = held + self.cached_rows + self.disk_rows
+        total = held + self.cached_rows + self.shared_rows + self.disk_rows
         return held / total if total else 1.0
 
     @property
@@ -81,6 +84,8 @@ class RowStore:
         """The rows in memory."""
         self.files: RowFiles | None = None
         """The files with all rows; ``None`` if memory holds them all."""
+        self.shared: SharedReads | None = None
+        """Rows that other ranks of this machine have read from the files; ``None`` if no ranks share the table."""
         self.counts = Counts(FeatureStatistics())
         """The cost of reading rows so far."""
         self._readers = Readers(closed)
@@ -102,7 +107,7 @@ class RowStore:
         self._readers.close()
         if self.files is not None:
             self.files.close()
-        self.held = HeldRows.none()
+        self.held, self.shared = HeldRows.none(), None
 
     def _read_by_cpu(self, index: torch.Tensor) -> torch.Tensor:
         held = self.held
@@ -162,11 +167,18 @@ class RowStore:
         if not len(rows):
             return
         assert self.files is not None
-        report = self.files.read(rows, self.kind, out, positions)
-        num_rows = len(rows) - report.num_cached
+        num_shared, reports = 0, []
+        if self.shared is None:
+            reports.append(self.files.read(rows, self.kind, out, positions))
+        else:
+            num_shared, reports = self.shared.read(self.files, rows, self.kind, out, positions)
+        num_cached = sum(report.num_cached for report in reports)
+        num_rows = len(rows) - num_shared - num_cached
         self.counts.add(
-            cached_rows=report.num_cached, disk_rows=num_rows, disk_requests=report.num_requests,
-            disk_read_bytes=report.read_bytes, disk_row_bytes=num_rows * self.kind.row_bytes, disk_s=report.disk_s,
+            shared_rows=num_shared, cached_rows=num_cached, disk_rows=num_rows,
+            disk_requests=sum(report.num_requests for report in reports),
+            disk_read_bytes=sum(report.read_bytes for report in reports),
+            disk_row_bytes=num_rows * self.kind.row_bytes, disk_s=sum(report.disk_s for report in reports),
         )  # fmt: skip
 
 

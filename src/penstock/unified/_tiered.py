@@ -1,5 +1,6 @@
 """`TieredFeatures`: one table over device, host memory and disk, indexed like a tensor."""
 
+import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -7,10 +8,12 @@ from multiprocessing.context import get_spawning_popen
 from typing import Any, Self
 
 import torch
+from torch import distributed
 from torch.utils._pytree import tree_leaves
 
 from penstock.arguments import checked, renamed
 from penstock.errors import BudgetError
+from penstock.ranks import PATIENCE_S, RankGroup
 from penstock.tiers import Budget, Charges, DiskSpec, Size
 from penstock.unified._aligned import stride_for
 from penstock.unified._disk import buffer_bytes_for
@@ -21,6 +24,7 @@ from penstock.unified._problem import TierProblem
 from penstock.unified._rows import RowType, as_index, as_rows, check_range, out_of_range
 from penstock.unified._share import ROW_NUMBER_BYTES, HostShare, share_host
 from penstock.unified._store import FeatureStatistics, RowStore
+from penstock.unified._together import Together
 from penstock.units import format_bytes, parse_bytes
 
 _CLOSED = "these features were closed; read rows inside of `with TieredFeatures(...) as features:`"
@@ -54,8 +58,16 @@ class TieredFeatures(torch.Tensor):
     checksums. ``budget``, an account that other rooms share, is charged for what is held; unless you give
     ``host`` and ``disk``, they are what it has left.
 
+    ``group`` is a group of ``torch.distributed`` whose ranks all make this call: one copy of the rows in memory serves
+    all ranks of a machine, and ``host``, ``in_flight`` and the disk's buffers are those of all of them. Rows on a
+    device are each rank's own. A row on the disk that several ranks need at about the same time is read once. The
+    source must be a file that all ranks can read; ``scores`` may be given by some ranks only. The memory has no name,
+    and is gone when the last rank has ended.
+
     Raises ``BudgetError`` if the host budget is below what must be held or no disk is given for the rest,
-    ``FeatureFileError`` for damaged files, ``ValueError`` for arguments that do not go together.
+    ``FeatureFileError`` for damaged files, ``ValueError`` for arguments that do not go together, ``RankError`` on all
+    ranks if one of them fails, disagrees about the file or the budget, or gives no sign of life for ``patience_s``
+    seconds.
 
     The class is wide because it has a tensor's methods; those that need the whole table raise errors.
     """
@@ -77,24 +89,62 @@ class TieredFeatures(torch.Tensor):
         dtype: torch.dtype | None = None,
         scale: torch.Tensor | float | None = None,
         budget: Budget | None = None,
+        group: distributed.ProcessGroup | None = None,
+        patience_s: float = PATIENCE_S,
         verify: bool = False,
         progress: bool = True,
     ) -> Self:
         """Make a table from ``source``. As a tensor it has no storage, since its rows lie in several."""
+        ranks = None if group is None else RankGroup(group, patience_s)
+        with contextlib.nullcontext() if ranks is None else ranks.all_or_none():
+            together = None if ranks is None else Together(ranks)
+            return cls._made(
+                source, host, device_budget, in_flight, disk, scores, device, key, dtype, scale, budget, together,
+                verify=verify, progress=progress,
+            )  # fmt: skip
+
+    @classmethod
+    def _made(
+        cls,
+        source: torch.Tensor | str | os.PathLike[str],
+        host: Size | None,
+        device_budget: Size,
+        in_flight: Size | None,
+        disk: DiskSpec,
+        scores: torch.Tensor | None,
+        name: torch.device | str,
+        key: str | None,
+        dtype: torch.dtype | None,
+        scale: torch.Tensor | float | None,
+        budget: Budget | None,
+        together: Together | None,
+        *,
+        verify: bool,
+        progress: bool,
+    ) -> Self:
         device_bytes = parse_bytes(device_budget)
-        place = _device_with(device_bytes, device)
+        place = _device_with(device_bytes, name)
         if budget is not None:
             host = budget.room_bytes("host") if host is None else host
             disk = budget.disk_bytes or None if disk is None else disk  # type: ignore[assignment]
         rows = source_of(source, key)
         kind = RowType.of(rows.shape[1:], rows.dtype, dtype, scale)
         num_rows = rows.shape[0]
+        host_bytes = None if host is None else parse_bytes(host)
+        ahead_bytes = None if in_flight is None else parse_bytes(in_flight)
+        if together is not None:
+            if rows.table is None:
+                raise ValueError(
+                    "ranks share a file, since a tensor would be in memory once for each of them: on one rank "
+                    "unified.write_features(path, tensor), then on all TieredFeatures(path, host='8GiB', group=group)"
+                )
+            together.check(rows, scores, host=host_bytes, in_flight=ahead_bytes, device_budget=device_bytes)
         share = share_host(
-            None if host is None else parse_bytes(host), num_rows=num_rows, row_bytes=kind.row_bytes,
-            device_bytes=device_bytes, in_flight=None if in_flight is None else parse_bytes(in_flight),
+            host_bytes, num_rows=num_rows, row_bytes=kind.row_bytes, device_bytes=device_bytes, in_flight=ahead_bytes,
             buffer_bytes=buffer_bytes_for(
                 rows.table.stride_bytes if rows.table else stride_for(kind.row_bytes), num_rows
             ),
+            num_ranks=1 if together is None else together.num_here,
         )  # fmt: skip
         if share.needs_disk and rows.table is None and disk is None:
             raise BudgetError(
@@ -106,10 +156,15 @@ class TieredFeatures(torch.Tensor):
             scores=scores,
         )  # fmt: skip
         account = Charges(budget, "unified")
-        self = cls._over(RowStore(num_rows, kind, place, _CLOSED), plan_tiers(problem), share, account)
+        shared = None if together is None else together.plan(lambda: plan_tiers(problem), num_rows, share)
+        plan = plan_tiers(problem) if shared is None else shared.plan
+        self = cls._over(RowStore(num_rows, kind, place, _CLOSED), plan, share, account)
         try:
             self._store.files = open_files(rows, share, disk, account, verify=verify, progress=progress)
-            fill(self._store, rows.tensor, self.plan, share.beside_bytes, account)
+            if together is None or shared is None:
+                fill(self._store, rows.tensor, self.plan, share.beside_bytes, account)
+            else:
+                together.fill(self._store, shared, share, account)
         except BaseException:
             self.close()
             raise
@@ -168,7 +223,10 @@ class TieredFeatures(torch.Tensor):
 
     @property
     def host_bytes(self) -> int:
-        """The most bytes held in host memory: rows, their places, disk buffers, and rows read in advance."""
+        """The most bytes held in host memory: rows, their places, disk buffers, and rows read in advance.
+
+        With a ``group`` it is what all ranks of this machine hold.
+        """
         held = self._store.held
         numbers = 0 if held.places is None else ROW_NUMBER_BYTES * len(self.plan.host_rows)
         return held.host.plain.nbytes + numbers + self._share.beside_bytes

@@ -1,0 +1,166 @@
+"""Messages between the processes of a ``torch.distributed`` group, beside their collectives.
+
+Messages go through the key-value store that the group was made with, so that they need no port and no backend of their
+own, and work in a thread beside the step. Who waits for a message knows whose it is: a rank that died, hangs or has
+failed is named, which a collective cannot do.
+"""
+
+import json
+import os
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from torch import distributed
+
+from penstock.arguments import checked
+from penstock.errors import RankError
+from penstock.units import format_duration
+
+PATIENCE_S = 300.0
+"""Seconds to wait for a rank that gives no sign of life."""
+_BEAT_S = 1.0
+_SHORTEST_POLL_S, _LONGEST_POLL_S = 0.001, 0.05
+_counts: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
+"""Number of `RankGroup` that were made with each group's store; the same in all of its processes."""
+
+
+class RankGroup:
+    """The processes of a group, as one of them sees the others.
+
+    All ranks of the group make the same objects in the same order. ``patience_s``: after how many seconds without a
+    sign of life a rank counts as lost.
+
+    Raises ``ValueError`` without a group, or for a group that this process is not in.
+    """
+
+    @checked("penstock.ranks.RankGroup(torch.distributed.group.WORLD)", patience_s=0)
+    def __init__(self, group: distributed.ProcessGroup | None, patience_s: float = PATIENCE_S):
+        self._store = _store_of(group)
+        self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
+        self._patience_s = patience_s
+        number = _counts[self._store] = _counts.get(self._store, 0) + 1
+        self._prefix = f"penstock/{number}"
+        self._num_messages = 0
+        self._last_beat_s, self._num_beats = -_BEAT_S, 0
+
+    def exchange(self, message: Any) -> list[Any]:  # any: JSON
+        """Give a message (JSON) to all ranks, and return those of all ranks, in their order.
+
+        Raises `RankError`, which names the rank, if a rank has failed, or gives no sign of life for ``patience_s``.
+        """
+        step = self._num_messages = self._num_messages + 1
+        self._set(f"{step}/{self.rank}", json.dumps(message))
+        return [json.loads(self._received(rank, step)) for rank in range(self.size)]
+
+    def agree(self, what: str, value: Any, among: list[int] | None = None) -> None:
+        """Raise `RankError`, which names the ranks, unless all ranks (or those in ``among``) say the same ``value``."""
+        values = self.exchange(value)
+        members = range(self.size) if among is None else among
+        first = min(members)
+        others = [rank for rank in members if values[rank] != values[first]]
+        if others:
+            raise RankError(
+                f"ranks must agree on {what}: rank {first} has {values[first]!r}, and rank {others[0]} has "
+                f"{values[others[0]]!r}",
+                ranks=tuple(others),
+            )
+
+    def beat(self) -> None:
+        """Show that this rank is alive, at most once a second; long work calls this between two messages."""
+        if time.monotonic() - self._last_beat_s >= _BEAT_S:
+            self._num_beats, self._last_beat_s = self._num_beats + 1, time.monotonic()
+            self._set(f"beat/{self.rank}", str(self._num_beats))
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """Return a context; where this rank leaves it by an error, the others raise `RankError` with its text."""
+        try:
+            yield
+        except BaseException as error:
+            failed = (
+                [str(error), error.ranks]
+                if isinstance(error, RankError)
+                else [f"rank {self.rank} has failed: {type(error).__name__}: {error}", [self.rank]]
+            )
+            with suppress(RankError):  # the error of this rank is the one to raise
+                self._set(f"failed/{self.rank}", json.dumps(failed))
+            raise
+
+    def _received(self, rank: int, step: int) -> str:
+        """Return a rank's message, once it is there."""
+        key, poll_s = f"{step}/{rank}", _SHORTEST_POLL_S
+        beat, since_s = self._text(f"beat/{rank}"), time.monotonic()
+        while True:
+            text = self._text(key)
+            if text is not None:
+                return text
+            failure = self._text(f"failed/{rank}")
+            if failure is not None:
+                message, ranks = json.loads(failure)
+                raise RankError(message, ranks=tuple(ranks))
+            now = self._text(f"beat/{rank}")
+            if now != beat:
+                beat, since_s = now, time.monotonic()
+            if time.monotonic() - since_s > self._patience_s:
+                raise RankError(
+                    f"rank {rank} gave no sign of life for {format_duration(self._patience_s)}: it has died, hangs, or "
+                    "does not make this call. All ranks of the group must make it, in the same order",
+                    ranks=(rank,),
+                )
+            self.beat()
+            time.sleep(poll_s)
+            poll_s = min(_LONGEST_POLL_S, 2 * poll_s)
+
+    def _text(self, key: str) -> str | None:
+        """Return what a key of the store holds; ``None`` if it does not exist."""
+        try:
+            name = f"{self._prefix}/{key}"
+            return self._store.get(name).decode() if self._store.check([name]) else None
+        except RuntimeError as error:
+            raise _gone(error) from error
+
+    def _set(self, key: str, text: str) -> None:
+        try:
+            self._store.set(f"{self._prefix}/{key}", text)
+        except RuntimeError as error:
+            raise _gone(error) from error
+
+
+def rank_in(group: distributed.ProcessGroup) -> tuple[int, int]:
+    """Return this process's rank in a group, and the number of ranks. Raises ``ValueError`` as `RankGroup` does."""
+    _store_of(group)
+    return distributed.get_rank(group), distributed.get_world_size(group)
+
+
+def machine_name() -> str:
+    """Return a name that two processes share if they run on one machine and see each other's process numbers."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _store_of(
+    group: distributed.ProcessGroup | None,
+) -> Any:  # any: a distributed.Store, a name that builds without distributed training lack
+    if group is None or not distributed.is_initialized():
+        raise ValueError(
+            "`group` must be a group of torch.distributed, which must be initialized: "
+            "torch.distributed.init_process_group('gloo'), then group=torch.distributed.group.WORLD"
+        )
+    entry = distributed.distributed_c10d._world.pg_map.get(group)
+    if entry is None or distributed.get_rank(group) < 0:
+        raise ValueError("`group` must be a group that this process belongs to, such as torch.distributed.group.WORLD")
+    return entry[1]
+
+
+def _gone(error: RuntimeError) -> RankError:
+    return RankError(
+        f"the store of the process group cannot be reached, so the process that holds it, usually rank 0 or torchrun, "
+        f"has ended: {str(error).splitlines()[0]}",
+        ranks=(),
+    )
+
+
+__all__ = ["PATIENCE_S", "RankGroup", "machine_name", "rank_in"]
