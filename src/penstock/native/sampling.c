@@ -2,8 +2,10 @@
  * on nothing but the seed and the node.
  */
 
+#define _GNU_SOURCE
 #include <stdint.h>
 #include <string.h>
+#include <sys/mman.h>
 
 enum { AHEAD = 16 };
 
@@ -24,22 +26,55 @@ static int64_t drawn(uint32_t key, uint32_t number, int64_t bound) {
     return (int64_t)(((uint64_t)hashed(key + number * 0x9E3779B9u) * (uint64_t)bound) >> 32);
 }
 
-/* offsets[size + 1]: where the neighbours drawn for each node begin. fanout < 0: all. Returns how many there are. */
-int64_t penstock_sample_offsets(const int64_t *starts, const int64_t *nodes, int64_t size, int64_t fanout,
-                                int64_t replace, int64_t *offsets) {
+/* offsets[size + 1]: where the neighbours drawn for each node begin. fanout < 0: all. Returns how many there are; -1 if
+ * starts, which may come from a file, leave the num_edges edges. */
+int64_t penstock_sample_offsets(const int64_t *starts, int64_t num_edges, const int64_t *nodes, int64_t size,
+                                int64_t fanout, int64_t replace, int64_t *offsets) {
     offsets[0] = 0;
     for (int64_t at = 0; at < size; at++) {
         if (at + AHEAD < size)
             __builtin_prefetch(starts + nodes[at + AHEAD]);
-        const int64_t degree = starts[nodes[at] + 1] - starts[nodes[at]];
+        const int64_t first = starts[nodes[at]], degree = starts[nodes[at] + 1] - first;
+        if (first < 0 || degree < 0 || degree > num_edges - first)
+            return -1;
         const int64_t most = fanout < 0 || (!replace && degree < fanout) ? degree : fanout;
         offsets[at + 1] = offsets[at] + (degree ? most : 0);
     }
     return offsets[size];
 }
 
+/* Ask the system to read the pages of a mapped file in which array[places[..]] lie, all at once; a page after the other,
+ * as they are touched, takes as many times as long as a disk serves requests at once. Pages that are in memory are asked
+ * about, not asked for, if is_told. Returns how many were asked for. */
+int64_t penstock_read_ahead(const char *array, int64_t item_bytes, const int64_t *places, int64_t size,
+                            int64_t page_bytes, int64_t is_told) {
+    int64_t num_absent = 0;
+    uintptr_t last = 0;
+    for (int64_t at = 0; at < size; at++) {
+        const uintptr_t page = (uintptr_t)(array + places[at] * item_bytes) / (uintptr_t)page_bytes;
+        unsigned char is_there = 0;
+        if (page == last)
+            continue;
+        last = page;
+        if (is_told && !mincore((void *)(page * (uintptr_t)page_bytes), (size_t)page_bytes, &is_there) && is_there & 1)
+            continue;
+        madvise((void *)(page * (uintptr_t)page_bytes), (size_t)page_bytes, MADV_WILLNEED);
+        num_absent++;
+    }
+    return num_absent;
+}
+
+/* neighbours[..] = index[edges[..]] */
+void penstock_neighbours(const char *index, int64_t index_bytes, const int64_t *edges, int64_t size, int64_t *neighbours,
+                         int64_t num_threads) {
+#pragma omp parallel for schedule(static) num_threads((int)num_threads) if (num_threads > 1)
+    for (int64_t at = 0; at < size; at++)
+        neighbours[at] =
+            index_bytes == 4 ? ((const int32_t *)index)[edges[at]] : ((const int64_t *)index)[edges[at]];
+}
+
 /* Floyd's method without replacement: each subset is equally likely. edges: places in the index; neighbours: what is
- * there. */
+ * there, unless NULL. */
 void penstock_sample(const int64_t *starts, const char *index, int64_t index_bytes, const int64_t *nodes, int64_t size,
                      int64_t replace, int64_t seed, const int64_t *offsets, int64_t *neighbours, int64_t *edges,
                      int64_t num_threads) {
@@ -63,7 +98,7 @@ void penstock_sample(const int64_t *starts, const char *index, int64_t index_byt
             }
             edges[begin + one] = first + chosen;
         }
-        for (int64_t one = 0; one < count; one++) {
+        for (int64_t one = 0; neighbours && one < count; one++) {
             const int64_t edge = edges[begin + one];
             neighbours[begin + one] = index_bytes == 4 ? ((const int32_t *)index)[edge] : ((const int64_t *)index)[edge];
         }

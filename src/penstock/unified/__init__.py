@@ -15,6 +15,7 @@ tensor([[6., 7., 8.],
 - `expected_accesses`, `count_accesses`: predict what a sampler will read, or count what it has read.
 - `write_features`: writes rows to a file that can be read row by row at the disk's rate; `check` verifies its
   checksums.
+- `write_graph`, `open_graph`: a graph in a file, sampled where it is, by all processes of a machine.
 - `Graph`, `NeighborSampler`, `Sample`, `Block`; `HeteroNeighborSampler`, `HeteroSample` for several types of nodes.
 - `Loader`: mini-batches that are sampled and read while the step runs; `Batch`, `LoaderStatistics`. `in_advance` does
   the same for other loaders.
@@ -26,6 +27,8 @@ from penstock.unified._aligned import check as check
 from penstock.unified._graph import Graph as Graph
 from penstock.unified._graph import count_accesses as count_accesses
 from penstock.unified._graph import expected_accesses as expected_accesses
+from penstock.unified._graph_file import open_graph as open_graph
+from penstock.unified._graph_write import write_graph as write_graph
 from penstock.unified._load import from_file as from_file
 from penstock.unified._loader import Batch as Batch
 from penstock.unified._loader import Loader as Loader

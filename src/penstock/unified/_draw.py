@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from penstock.errors import FeatureFileError
 from penstock.unified._gather import has_triton, launch
 from penstock.unified._graph import Graph
 from penstock.unified._library import address, library, threads_for
@@ -63,7 +64,11 @@ class Drawer:
 
     def edge_numbers(self, edges: torch.Tensor) -> torch.Tensor:
         """Return the numbers of these edges in the graph as the user gave it."""
-        return edges if self._positions is None else self._positions[edges]
+        if self._positions is None:
+            return edges
+        if self.graph.ahead is not None and self.device.type == "cpu":
+            self.graph.ahead.before(self._positions, edges)
+        return self._positions[edges]
 
 
 def draw(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, replace: bool) -> EdgeDraws:
@@ -71,21 +76,42 @@ def draw(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, replace: 
     compiled = library("sampling")
     if compiled is None:
         return draw_by_torch(graph, nodes, fanout, seed, replace=replace)
+    ahead = graph.ahead
+    if ahead is not None:
+        ahead.before(graph.starts, nodes)
     offsets = torch.empty(len(nodes) + 1, dtype=torch.int64, device="cpu")
     count = compiled.penstock_sample_offsets(
-        address(graph.starts), address(nodes), len(nodes), fanout, int(replace),
-        address(offsets),
+        address(graph.starts), graph.num_edges, address(nodes), len(nodes), fanout, int(replace), address(offsets),
     )  # fmt: skip
+    if count < 0:
+        raise _damage(graph)
     neighbours, edges = (
         torch.empty(count, dtype=torch.int64, device="cpu"),
         torch.empty(count, dtype=torch.int64, device="cpu"),
     )
     compiled.penstock_sample(
         address(graph.starts), address(graph.sources), graph.sources.element_size(), address(nodes),
-        len(nodes), int(replace), seed, address(offsets), address(neighbours), address(edges),
-        threads_for(count * 64),
+        len(nodes), int(replace), seed, address(offsets), None if ahead is not None else address(neighbours),
+        address(edges), threads_for(count * 64),
     )  # fmt: skip
+    if ahead is not None:
+        ahead.before(graph.sources, edges)
+        compiled.penstock_neighbours(
+            address(graph.sources), graph.sources.element_size(), address(edges), count, address(neighbours),
+            threads_for(count * 64),
+        )  # fmt: skip
+        ahead.after(len(nodes) + count)
+        if count and (int(neighbours.min()) < 0 or int(neighbours.max()) >= graph.num_sources):
+            raise _damage(graph)
     return EdgeDraws(offsets, neighbours, edges)
+
+
+def _damage(graph: Graph) -> FeatureFileError:
+    """Return the error for a file that was not verified, and whose numbers are of no node."""
+    return FeatureFileError(
+        f"{graph.path or 'the graph'} leads to nodes or edges that do not exist. Read all of it with "
+        "penstock.unified.open_graph(path, verify=True) to see where it is damaged, and write it again"
+    )
 
 
 def draw_by_kernel(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, replace: bool) -> EdgeDraws:

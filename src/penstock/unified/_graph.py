@@ -1,12 +1,14 @@
 """A graph stored by the edges that enter each node, its nodes as users name them, and how often each is read."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from penstock.arguments import checked, must_be
 from penstock.unified._library import address, library
+from penstock.unified._read_ahead import ReadAhead
 
 _MOST_EDGES = 4 * 2**20
 """Number of edges that PyTorch's operators process at once."""
@@ -43,7 +45,7 @@ class Graph:
                 f"`num_nodes` is {self.num_nodes} and `num_sources` is {self.num_sources}: Graph(edge_index, "
                 f"num_nodes={max(most)})"
             )
-        self.starts, self.sources, self.positions = _by_target(sources, targets, self.num_nodes, self.num_sources)
+        self.starts, self.sources, self.positions = by_target(sources, targets, self.num_nodes, self.num_sources)
 
     starts: torch.Tensor
     """Start of each node's edges, ``int64 [nodes + 1]``."""
@@ -55,6 +57,10 @@ class Graph:
     """Number of targets, including isolated ones."""
     num_sources: int
     """Number of sources; equal to ``num_nodes`` if they are the same nodes."""
+    ahead: ReadAhead | None = None
+    """Reads what a sampler needs of a file, before it needs it; ``None`` if the graph is in memory."""
+    path: Path | None = None
+    """File in which the arrays are, for `open_graph` in another process; ``None`` if they are in memory."""
 
     @staticmethod
     @checked("Graph.from_csc(colptr, row)")
@@ -75,6 +81,13 @@ class Graph:
         if len(sources) and (int(sources.min()) < 0 or int(sources.max()) >= graph.num_nodes):
             raise ValueError(f"`sources` must hold nodes below {graph.num_nodes}, got a node outside of that range")
         return graph
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.path is None:
+            return super().__reduce_ex__(protocol)
+        from penstock.unified._graph_file import open_graph  # it makes graphs
+
+        return open_graph, (self.path,)
 
     def __repr__(self) -> str:
         return f"Graph({self.num_nodes:,} nodes, {self.num_edges:,} edges)"
@@ -195,21 +208,22 @@ def _along_edges(graph: Graph, values: torch.Tensor) -> torch.Tensor:
     return sums
 
 
-def _by_target(
+def by_target(
     sources: torch.Tensor, targets: torch.Tensor, num_nodes: int, num_sources: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return ``starts``, ``sources`` and ``positions`` of a graph with these edges, ``int64 [edges]`` each."""
     if bool((targets[1:] >= targets[:-1]).all()):  # already in order
         starts = torch.zeros(num_nodes + 1, dtype=torch.int64, device="cpu")
         torch.cumsum(torch.bincount(targets, minlength=num_nodes), 0, out=starts[1:])
-        return starts, sources.to(_type_for(num_sources)).clone(), None
+        return starts, sources.to(type_for(num_sources)).clone(), None
     compiled = library("sampling")
     if compiled is None:
         order = targets.argsort(stable=True)
         starts = torch.zeros(num_nodes + 1, dtype=torch.int64, device="cpu")
         torch.cumsum(torch.bincount(targets, minlength=num_nodes), 0, out=starts[1:])
-        return starts, sources[order].to(_type_for(num_sources)), order
+        return starts, sources[order].to(type_for(num_sources)), order
     starts = torch.empty(num_nodes + 1, dtype=torch.int64, device="cpu")
-    index = torch.empty(len(sources), dtype=_type_for(num_sources), device="cpu")
+    index = torch.empty(len(sources), dtype=type_for(num_sources), device="cpu")
     positions = torch.empty(len(sources), dtype=torch.int64, device="cpu")
     compiled.penstock_by_target(
         address(sources), address(targets), len(sources), num_nodes, index.element_size(),
@@ -218,5 +232,6 @@ def _by_target(
     return starts, index, positions
 
 
-def _type_for(num_nodes: int) -> torch.dtype:
+def type_for(num_nodes: int) -> torch.dtype:
+    """Return the dtype in which numbers of so many nodes are kept."""
     return torch.int32 if num_nodes < 2**31 else torch.int64

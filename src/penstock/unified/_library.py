@@ -36,11 +36,13 @@ _SIGNATURES: dict[str, dict[str, tuple[Any, ...]]] = {
         ),
     },
     "sampling": {
-        "penstock_sample_offsets": (_NUMBER, _POINTER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _POINTER),
+        "penstock_sample_offsets": (_NUMBER, _POINTER, _NUMBER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _POINTER),
         "penstock_sample": (
             None, _POINTER, _POINTER, _NUMBER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _POINTER, _POINTER, _POINTER,
             _NUMBER,
         ),
+        "penstock_read_ahead": (_NUMBER, _POINTER, _NUMBER, _POINTER, _NUMBER, _NUMBER, _NUMBER),
+        "penstock_neighbours": (None, _POINTER, _NUMBER, _POINTER, _NUMBER, _POINTER, _NUMBER),
         "penstock_relabel": (
             _NUMBER, _POINTER, _POINTER, _NUMBER, _POINTER, _NUMBER, _POINTER, _POINTER, _NUMBER,
         ),

@@ -50,7 +50,7 @@ def write_features(
     name = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        with os.fdopen(descriptor, "r+b", buffering=0) as file, _bar(progress, num_rows, path.name) as advance:
+        with os.fdopen(descriptor, "r+b", buffering=0) as file, progress_bar(progress, num_rows, path.name) as advance:
             _TableWriter(file, first).write(_chained(first, blocks), advance)
             os.fsync(file.fileno())
         os.replace(name, path)
@@ -68,7 +68,7 @@ def spill(directory: Path, source: torch.Tensor, *, progress: bool = True) -> An
     try:
         blocks, num_rows = _blocks(source, None)
         first = next(blocks)
-        with _bar(progress, num_rows, f"to {directory}") as advance:
+        with progress_bar(progress, num_rows, f"to {directory}") as advance:
             _TableWriter(file, first).write(_chained(first, blocks), advance)
     except BaseException:
         file.close()
@@ -125,7 +125,7 @@ class _TableWriter:
             return
         view = memoryview(self._buffer)[: self._filled * self._stride]
         self._sums.append(zlib.crc32(view))
-        _write_at(self._file, view, self._end)
+        write_at(self._file, view, self._end)
         os.fdatasync(self._file.fileno())  # only clean pages are dropped from the page cache
         os.posix_fadvise(self._file.fileno(), self._end, len(view), os.POSIX_FADV_DONTNEED)
         self._end += len(view)
@@ -136,7 +136,7 @@ class _TableWriter:
     def _finish(self) -> None:
         sums_byte = -(-self._end // PAGE_BYTES) * PAGE_BYTES
         sums = b"".join(crc.to_bytes(4, "little") for crc in self._sums)
-        _write_at(self._file, memoryview(sums), sums_byte)
+        write_at(self._file, memoryview(sums), sums_byte)
         self._file.truncate(sums_byte + len(sums))
         text = json.dumps(
             {
@@ -146,10 +146,11 @@ class _TableWriter:
             }
         ).encode()  # fmt: skip
         head = MAGIC + len(text).to_bytes(4, "little") + zlib.crc32(text).to_bytes(4, "little") + text
-        _write_at(self._file, memoryview(head.ljust(PAGE_BYTES, b"\0")), 0)
+        write_at(self._file, memoryview(head.ljust(PAGE_BYTES, b"\0")), 0)
 
 
-def _write_at(file: Any, view: memoryview, offset: int) -> None:
+def write_at(file: Any, view: memoryview, offset: int) -> None:
+    """Write all of ``view`` at a position of an open file."""
     num_written = 0
     while num_written < len(view):
         num_written += os.pwrite(file.fileno(), view[num_written:], offset + num_written)
@@ -192,7 +193,8 @@ def _chained(first: torch.Tensor, rest: Iterator[torch.Tensor]) -> Iterator[torc
 
 
 @contextlib.contextmanager
-def _bar(progress: bool, num_rows: int | None, name: str) -> Iterator[Any]:
+def progress_bar(progress: bool, num_rows: int | None, name: str) -> Iterator[Any]:
+    """Return a context that shows a bar on a terminal, if wanted, and gives the function that moves it."""
     from rich.console import Console
     from rich.progress import Progress
 
