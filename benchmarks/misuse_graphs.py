@@ -111,6 +111,14 @@ def _written(path: Any, arguments: Arguments) -> None:
             equal_rows(table, arguments["source"])
 
 
+def _opened(path: Any, _: Arguments) -> None:
+    require(unified.open_graph(path, verify=True).num_nodes > 0, "a graph")
+
+
+def _graph_file(case: Case) -> Path:
+    return unified.write_graph(case.folder / "edges.graph", edge_index(), num_nodes=4, progress=False)
+
+
 def _aligned(case: Case) -> Path:
     return unified.write_features(case.folder / "rows.features", rows(), progress=False)
 
@@ -160,6 +168,15 @@ USES |= {
             "index_select": lambda _: {"dim": 0, "index": chosen()},
             "size": lambda _: {"dim": 0},
         },
+    ),
+    "unified.write_graph": Use(
+        call=unified.write_graph,
+        good=lambda case: {"path": case.folder / "g", "edges": edge_index(), "num_nodes": 4, "memory": "1MiB"},
+        check=_opened,
+    ),
+    "unified.open_graph": Use(
+        call=unified.open_graph, good=lambda case: {"path": _graph_file(case)},
+        check=lambda opened, _: require(opened.num_nodes == 4, "the graph of the file"),
     ),
     "unified.plan_tiers": Use(
         call=unified.plan_tiers, good=lambda _: {"problem": _tier_problem()},

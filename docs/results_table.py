@@ -537,6 +537,37 @@ ENTRIES = {
             ),
         ),
     ),
+    "cpu-unified-ranks": Entry(
+        shows="Ranks of one machine that share one table of features",
+        command="unified_ranks --rounds 5",
+        figures=(
+            Figure(
+                label="2 ranks: {} of the memory of one process",
+                name="2 ranks together", metric="memory.*", peer="1 process",
+            ),
+            Figure(label="4 ranks: {}", name="4 ranks together", metric="memory.*", peer="1 process"),
+            Figure(
+                label="rows in memory, each of 2 ranks: {} of one process",
+                name="2 ranks together", metric="held rows, of each rank", peer="1 process",
+            ),
+            Figure(
+                label="rows on the disk, 2 and 4 ranks together: {} of one process",
+                name=". ranks together", metric="rows from the disk.*", peer="1 process",
+            ),
+        ),
+    ),
+    "cpu-unified-graph": Entry(
+        shows="A graph of a billion edges in a file",
+        command="unified_graph --edges 1000000000 --rounds 5 --warm",
+        figures=(
+            Figure(label="written in {} s", name="write", metric="time", of="value", form=".0f"),
+            Figure(
+                label="sampled from a cold file: {} of the time without asking for pages", name="cold",
+                metric="time of a mini-batch",
+            ),
+            Figure(label="from a cached file: {} of the time in memory", name="warm", metric="time of a mini-batch"),
+        ),
+    ),
     "cpu-unified-epochs": Entry(
         shows="Epochs of GraphSAGE over tiered features, compared with all rows in memory",
         command="unified --part epochs --nodes 1048576 --epochs 3",

@@ -11,7 +11,11 @@ EXAMPLES = {
     "hugging_face.py": ["--layers", "2", "--width", "64", "--steps", "3", "--budget", "64MiB"],
     "lightning_run.py": ["--layers", "2", "--width", "64", "--steps", "3", "--budget", "27MiB"],
 }
-ELSEWHERE = {"sweep_jobs.py", "two_ranks.py"}  # with sweep.yaml, in tests/cli/test_fleet_cli.py; below
+ELSEWHERE = {
+    "sweep_jobs.py",
+    "two_ranks.py",
+    "ranks_graphsage.py",
+}  # with sweep.yaml, in tests/cli/test_fleet_cli.py; below
 WITH_DATA = {
     "entity_classification.py": ("aifb", ["--epochs", "30"], 80),
     "link_prediction.py": (
@@ -93,3 +97,14 @@ def test_two_ranks_train_as_without_it(how, tmp_path):
 
 def last_number(text):
     return float(text.rsplit(":", 1)[1].strip().rstrip("%"))
+
+
+def test_ranks_train_on_one_copy_of_files(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(FOLDER / "ranks_graphsage.py"), "--disk", str(tmp_path), "--edges", "200000", "--width", "512"]
+    command += ["--host", "10MiB", "--seeds", "1000", "--batch", "64"]
+    for _ in range(2):  # the second run finds the files
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.count("epoch 1: loss") == 2 and "from the disk" in result.stdout
+        assert len(list(tmp_path.iterdir())) == 2

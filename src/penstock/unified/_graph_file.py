@@ -41,12 +41,17 @@ class GraphHeader:
     """The contents of a file's header page."""
 
     version: int
+    """Version of the format."""
     num_nodes: int
+    """Number of targets."""
     num_sources: int
+    """Number of sources."""
     num_edges: int
+    """Number of edges."""
     source_bytes: int
     """Bytes of a source's number."""
     has_positions: bool
+    """Whether the file says the number of each edge as it was given."""
     checksums_crc: int = 0
     """CRC-32 of the checksums."""
 

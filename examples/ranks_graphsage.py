@@ -1,0 +1,113 @@
+"""Ranks of one machine train GraphSAGE on one copy of a graph and its features, in files that may exceed memory.
+
+    torchrun --nproc-per-node 2 examples/ranks_graphsage.py --disk /nvme --host 1GiB
+    torchrun --nproc-per-node 4 examples/ranks_graphsage.py --disk /nvme --host 16GiB --edges 1000000000 --width 512
+
+The second trains on 10^9 edges and 100 GB of features. The graph is made up (`penstock.testing.graphs`): a node's label
+shows in its features among noise, and half of the edges join nodes of one label. Rank 0 writes both files once; they
+stay in the folder for the next run. Runs on CPUs with gloo.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+from torch import distributed, nn
+from torch.nn import functional
+
+from penstock import unified
+from penstock.testing.graphs import MadeGraph
+
+CLASSES = 16
+
+
+class GraphSAGE(nn.Module):
+    """Two layers, each of the node's own features and the mean of its sampled neighbors."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2 * width, 64), nn.Linear(2 * 64, CLASSES)])
+
+    def forward(self, sample: unified.Sample, x: torch.Tensor) -> torch.Tensor:
+        """Return scores of the seeds, ``[seeds, classes]``; ``x``: features of the sample's nodes."""
+        for number, layer in enumerate(self.layers):
+            block = sample.block(number)
+            sources, targets = block.edge_index
+            total = x.new_zeros(block.num_targets, x.shape[1]).index_add(0, targets, x[sources])
+            count = torch.bincount(targets, minlength=block.num_targets).clamp(min=1).unsqueeze(1)
+            x = layer(torch.cat([x[: block.num_targets], total / count], dim=1))
+            x = x if number else x.relu()
+        return x
+
+
+def files(settings: argparse.Namespace, made: MadeGraph) -> tuple[Path, Path]:
+    """Return the files of edges and of features; rank 0 writes those that do not exist."""
+    edges = settings.disk / f"made-{made.num_nodes}-{made.num_edges}.graph"
+    features = settings.disk / f"made-{made.num_nodes}-{settings.width}.features"
+    if not distributed.get_rank():
+        if not edges.exists():
+            unified.write_graph(edges, made.edges(), num_nodes=made.num_nodes, positions=False)
+        if not features.exists():
+            unified.write_features(features, made.features(settings.width))
+    distributed.barrier()
+    return edges, features
+
+
+def main() -> None:
+    """Train as the arguments say."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--disk", type=Path, default=Path("."), help="folder for the files")
+    parser.add_argument("--host", default="1GiB", help="memory for features, of all ranks together")
+    parser.add_argument("--edges", type=int, default=20_000_000)
+    parser.add_argument("--width", type=int, default=512, help="numbers in a row of features")
+    parser.add_argument("--seeds", type=int, default=20_000)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--epochs", type=int, default=2)
+    settings = parser.parse_args()
+    distributed.init_process_group("gloo")
+    group, rank = distributed.group.WORLD, distributed.get_rank()
+    torch.set_num_threads(1)
+    made = MadeGraph(num_nodes=settings.edges // 20, num_edges=settings.edges, num_classes=CLASSES)
+    edges, rows = files(settings, made)
+
+    graph = unified.open_graph(edges, group=group)  # mapped: memory of the page cache only, once for all ranks
+    seeds = torch.randperm(made.num_nodes, generator=torch.Generator().manual_seed(0))[: settings.seeds]
+    scores = None
+    if rank == 0:  # one rank knows which rows are wanted most, and tells the others
+        scores = unified.expected_accesses(graph, seeds, [10, 5], batch_size=settings.batch)
+    features = unified.TieredFeatures(rows, host=settings.host, scores=scores, group=group)
+    loader = unified.Loader(
+        unified.NeighborSampler(graph, [10, 5]), features, seeds, batch_size=settings.batch, group=group
+    )
+    if rank == 0:
+        print(features.plan.explain())
+
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(GraphSAGE(settings.width))
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for epoch in range(settings.epochs):
+        start_s, right, count, loss = time.perf_counter(), 0, 0, torch.zeros(())
+        for batch in loader:
+            optimizer.zero_grad()
+            labels = batch.seeds % CLASSES
+            guess = model(batch.sample, batch.x)
+            loss = functional.cross_entropy(guess, labels)
+            loss.backward()
+            optimizer.step()
+            right, count = right + int((guess.argmax(1) == labels).sum()), count + len(labels)
+        print(
+            f"rank {rank}, epoch {epoch}: loss {loss.item():.3f}, {right / count:.1%} of {count:,} labels right, "
+            f"{time.perf_counter() - start_s:.1f} s",
+            flush=True,
+        )
+    counts = features.statistics()
+    print(
+        f"rank {rank}: {counts.hit_rate:.1%} of the rows from memory, {counts.disk_rows:,} from the disk, "
+        f"{counts.shared_rows:,} that another rank had read"
+    )
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
