@@ -178,6 +178,14 @@ USES |= {
         call=unified.open_graph, good=lambda case: {"path": _graph_file(case)},
         check=lambda opened, _: require(opened.num_nodes == 4, "the graph of the file"),
     ),
+    "unified.infer": Use(
+        call=unified.infer,
+        good=lambda case: {
+            "layers": [lambda rows, block: rows[: block.num_targets]], "graph": graph(), "features": rows(),
+            "path": case.folder / "out", "host": "1MiB",
+        },
+        check=lambda path, arguments: equal_rows(unified.TieredFeatures(path), arguments["features"]),
+    ),
     "unified.plan_tiers": Use(
         call=unified.plan_tiers, good=lambda _: {"problem": _tier_problem()},
         check=lambda plan, arguments: unified.verify(arguments["problem"], plan),

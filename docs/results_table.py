@@ -556,6 +556,16 @@ ENTRIES = {
             ),
         ),
     ),
+    "cpu-unified-infer": Entry(
+        shows="Outputs of GraphSAGE for a million nodes, layer by layer",
+        command="unified_infer",
+        figures=(
+            Figure(
+                label="a loader that takes all neighbors takes {} times as long",
+                name="loader", metric="time.*", form=".1f",
+            ),
+        ),
+    ),
     "cpu-unified-graph": Entry(
         shows="A graph of a billion edges in a file",
         command="unified_graph --edges 1000000000 --rounds 5 --warm",

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from benchmarks import (
     fleet,
     fleet_faults,
@@ -15,6 +16,9 @@ from benchmarks import (
     shapes,
     soak_tiers,
     unified,
+    unified_graph,
+    unified_infer,
+    unified_ranks,
 )
 
 
@@ -169,3 +173,28 @@ def test_real_models_benchmark(tmp_path):
         assert rows[f"gpt2, {way}", "peak"]["ratio"] < 0.95
     assert rows["gpt2, training: training, 0.5 of plain's peak", "in"]["value"] > 0
     assert 0 < rows["llama-1b", "peak"]["value"] <= 1.1 * rows["llama-1b", "budget"]["value"]
+
+
+def test_benchmark_of_ranks_that_share_a_table(tmp_path):
+    file = tmp_path / "ranks.json"
+    unified_ranks.main(["--quick", "--disk", str(tmp_path), "--json", str(file)])
+    rows = {(row["name"], row["metric"], row["peer"]): row for row in json.loads(file.read_text())["rows"]}
+    assert rows["2 ranks together", "memory of all ranks", "1 process"]["ratio"] < 1.2
+    assert rows["2 ranks apart", "memory of all ranks", "1 process"]["ratio"] > 1.8
+    assert [name.name for name in tmp_path.iterdir()] == ["ranks.json"]
+
+
+def test_benchmark_of_a_graph_in_a_file(tmp_path):
+    file = tmp_path / "graph.json"
+    unified_graph.main(["--quick", "--disk", str(tmp_path), "--json", str(file)])
+    rows = {(row["name"], row["metric"]): row for row in json.loads(file.read_text())["rows"]}
+    assert rows["write", "file"]["value"] > 8e6 and rows["cold", "nodes of a mini-batch"]["value"] > 1000
+    assert rows["warm", "time of a mini-batch"]["ratio"] > 0
+
+
+def test_benchmark_of_inference(tmp_path):
+    pytest.importorskip("torch_geometric")
+    file = tmp_path / "infer.json"
+    unified_infer.main(["--quick", "--disk", str(tmp_path), "--json", str(file)])
+    rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
+    assert rows["loader"]["ratio"] > 0 and rows["both"]["value"] < 1e-4

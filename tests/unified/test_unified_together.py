@@ -54,7 +54,7 @@ def shared_maps():
 
 
 def _same_rows(rank, path):
-    scores = torch.arange(NUM_ROWS).flip(0).double() if rank != 1 else None  # who has scores says them
+    scores = torch.arange(NUM_ROWS).flip(0).double() if rank == 1 else None  # who has scores says them
     with opened(path, rank, scores=scores) as features:
         maps = [None] * distributed.get_world_size()
         distributed.all_gather_object(maps, shared_maps())
@@ -131,6 +131,17 @@ def _charges(rank, path):
     assert budget.held_bytes("host") == 0
 
 
+def _too_small_an_account(rank, path):
+    budget = Budget(host=HOST_BYTES if rank else "2MiB")
+    with pytest.raises(RankError if rank else BudgetError):
+        opened(path, rank, budget=budget, host=HOST_BYTES)
+    assert budget.held_bytes("host") == 0 and not shared_maps()
+
+
+def test_an_account_that_is_too_small_fails_on_all_ranks(tmp_path, path):
+    run_in_ranks(_too_small_an_account, path, directory=tmp_path)
+
+
 def test_each_rank_is_charged_for_its_part(tmp_path, path):
     run_in_ranks(_charges, path, directory=tmp_path)
 
@@ -194,7 +205,7 @@ def test_shared_memory_that_is_exhausted_is_said_on_all_ranks(tmp_path, path):
 
 
 def _damaged(rank, file):
-    with pytest.raises(FeatureFileError if rank == 0 else (FeatureFileError, RankError)):
+    with pytest.raises(RankError if rank else FeatureFileError, match="differ from what was written"):
         opened(file, rank, verify=True)
 
 

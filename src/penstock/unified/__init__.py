@@ -18,7 +18,7 @@ tensor([[6., 7., 8.],
 - `write_graph`, `open_graph`: a graph in a file, sampled where it is, by all processes of a machine.
 - `Graph`, `NeighborSampler`, `Sample`, `Block`; `HeteroNeighborSampler`, `HeteroSample` for several types of nodes.
 - `Loader`: mini-batches that are sampled and read while the step runs; `Batch`, `LoaderStatistics`. `in_advance` does
-  the same for other loaders.
+  the same for other loaders. `infer` computes the outputs of all nodes, layer by layer.
 """
 
 from penstock.unified._advice import Advice as Advice
@@ -29,6 +29,7 @@ from penstock.unified._graph import count_accesses as count_accesses
 from penstock.unified._graph import expected_accesses as expected_accesses
 from penstock.unified._graph_file import open_graph as open_graph
 from penstock.unified._graph_write import write_graph as write_graph
+from penstock.unified._infer import infer as infer
 from penstock.unified._load import from_file as from_file
 from penstock.unified._loader import Batch as Batch
 from penstock.unified._loader import Loader as Loader

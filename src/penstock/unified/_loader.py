@@ -202,10 +202,10 @@ class Loader:
         start_s = time.perf_counter()
         rows: Any
         if isinstance(self.features, Mapping):
-            rows = {name: _rows(table, sample.nodes) for name, table in self.features.items()}
+            rows = {name: read_features(table, sample.nodes) for name, table in self.features.items()}
         else:
-            rows = _rows(self.features, sample.nodes)
-        labels = None if self.labels is None else _rows(self.labels, seeds)
+            rows = read_features(self.features, sample.nodes)
+        labels = None if self.labels is None else read_features(self.labels, seeds)
         self._counts.add(gather_s=time.perf_counter() - start_s)
         return Batch(sample=sample, seeds=seeds, x=rows, y=labels)
 
@@ -217,7 +217,8 @@ class Loader:
         return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _rows(features: Features, nodes: torch.Tensor) -> torch.Tensor:
+def read_features(features: Features, nodes: torch.Tensor) -> torch.Tensor:
+    """Return the rows of nodes."""
     if isinstance(features, torch.Tensor) and not isinstance(features, UnifiedTensor | TieredFeatures):
         nodes = nodes.to(features.device)
     return features[nodes]

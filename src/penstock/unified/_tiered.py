@@ -156,15 +156,16 @@ class TieredFeatures(torch.Tensor):
             scores=scores,
         )  # fmt: skip
         account = Charges(budget, "unified")
-        shared = None if together is None else together.plan(lambda: plan_tiers(problem), num_rows, share)
+        shared = None if together is None else together.plan(lambda: plan_tiers(problem), num_rows, share, account)
         plan = plan_tiers(problem) if shared is None else shared.plan
         self = cls._over(RowStore(num_rows, kind, place, _CLOSED), plan, share, account)
         try:
+            verify = verify and (together is None or together.number == 0)  # once a machine
             self._store.files = open_files(rows, share, disk, account, verify=verify, progress=progress)
             if together is None or shared is None:
                 fill(self._store, rows.tensor, self.plan, share.beside_bytes, account)
             else:
-                together.fill(self._store, shared, share, account)
+                together.fill(self._store, shared, account)
         except BaseException:
             self.close()
             raise

@@ -32,8 +32,10 @@ class Together:
         self.members = [rank for rank, (machine, _) in enumerate(places) if machine == mine]
         """The ranks on this machine, this one included."""
         self.number = self.members.index(ranks.rank)
-        """Number of this rank among them; number 0 plans and reserves memory for all."""
-        self._leading_process = places[self.members[0]][1]
+        """Number of this rank among them."""
+        self._processes = [process for _, process in places]
+        self._planner = self.members[0]
+        """The rank that plans, and reserves memory, for this machine."""
 
     @property
     def num_here(self) -> int:
@@ -52,28 +54,40 @@ class Together:
             self.ranks.agree(f"`{name}`", value, self.members)
         sums = self.ranks.exchange(None if scores is None else _checksum(scores))
         giving = [rank for rank in self.members if sums[rank] is not None]
+        self._planner = (giving or self.members)[0]
         if giving:
             self.ranks.agree("`scores`", sums[self.ranks.rank], giving)
         else:
             self.ranks.exchange(None)  # as many messages as the ranks of other machines exchange
 
-    def plan(self, make: Callable[[], TierPlan], num_rows: int, share: HostShare) -> "SharedPlan":
-        """Make the plan on one rank of each machine; the others map the memory in which it is."""
+    def plan(self, make: Callable[[], TierPlan], num_rows: int, share: HostShare, account: Charges) -> "SharedPlan":
+        """Make the plan on one rank of each machine; the others map the memory in which it is.
+
+        Before that, ``account`` is charged for what is this rank's own, and for an equal part of what is shared.
+        """
+        try:
+            return self._planned(make, num_rows, share, account)
+        except BaseException:
+            account.give_back()
+            raise
+
+    def _planned(self, make: Callable[[], TierPlan], num_rows: int, share: HostShare, account: Charges) -> "SharedPlan":
         told: dict[str, Any] | None = None
         shared: SharedPlan | None = None
-        if self.number == 0:
-            shared = self._led(make(), num_rows, share)
+        if self.ranks.rank == self._planner:
+            shared = self._led(make(), num_rows, share, account)
             descriptors = [shared.rows.descriptor, shared.numbers.descriptor]
             told = dataclasses.asdict(shared.shape) | {"descriptors": descriptors}
-        told = self.ranks.exchange(told)[self.members[0]]
+        told = self.ranks.exchange(told)[self._planner]
         assert told is not None
         descriptors = told.pop("descriptors")
         if shared is None:
             shape = _PlanShape(**told)
+            self._charge(shape, share, account)
             shared = SharedPlan(
                 shape,
                 *(
-                    SharedMemory.open(self._leading_process, descriptor, size_bytes, self.num_here)
+                    SharedMemory.open(self._processes[self._planner], descriptor, size_bytes, self.num_here)
                     for descriptor, size_bytes in zip(descriptors, shape.size_bytes(), strict=True)
                 ),
             )
@@ -82,14 +96,13 @@ class Together:
         shared.numbers.close_descriptor()
         return shared
 
-    def fill(self, store: RowStore, shared: "SharedPlan", share: HostShare, account: Charges) -> None:
+    def fill(self, store: RowStore, shared: "SharedPlan", account: Charges) -> None:
         """Fill the store's tiers above the disk from its file; each rank reads an equal part of what is shared.
 
-        ``account`` is charged for what is this rank's own, and an equal part of what the machine's ranks share.
+        ``account`` is charged for the rows on the device.
         """
         shape, plan = shared.shape, shared.plan
         stored = RowType(store.kind.shape, store.kind.stored, store.kind.stored)
-        account.charge("host", share.own_bytes + sum(shape.size_bytes()) // self.num_here)
         raw, places, reads = shared.row_parts()
         host = shaped(raw, stored, shape.num_host)
         ends = [shape.num_host * number // self.num_here for number in range(self.num_here + 1)]
@@ -104,14 +117,18 @@ class Together:
         if len(reads):
             store.shared = SharedReads(reads, store.kind)
 
-    def _led(self, plan: TierPlan, num_rows: int, share: HostShare) -> "SharedPlan":
-        """Return a plan in shared memory, as the first of the machine's ranks makes it."""
+    def _charge(self, shape: "_PlanShape", share: HostShare, account: Charges) -> None:
+        account.charge("host", share.own_bytes + sum(shape.size_bytes()) // self.num_here)
+
+    def _led(self, plan: TierPlan, num_rows: int, share: HostShare, account: Charges) -> "SharedPlan":
+        """Return a plan in shared memory, as the rank makes it that plans for this machine."""
         num_device, num_host = len(plan.device_rows), len(plan.host_rows)
         shape = _PlanShape(
             num_rows=num_rows, num_host=num_host, num_device=num_device, row_bytes=plan.row_bytes,
             number_bytes=plan.host_rows.itemsize, reads_bytes=share.reads_bytes, device_share=plan.device_share,
             host_share=plan.host_share,
         )  # fmt: skip
+        self._charge(shape, share, account)
         shared = SharedPlan(
             shape,
             *(SharedMemory.create(size_bytes, self.num_here, self.ranks.beat) for size_bytes in shape.size_bytes()),
