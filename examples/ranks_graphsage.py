@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 examples/ranks_graphsage.py --disk /nvme --host 1GiB
     torchrun --nproc-per-node 4 examples/ranks_graphsage.py --disk /nvme --host 16GiB --edges 1000000000 --width 512
 
-The second trains on 10^9 edges and 100 GB of features. The graph is made up (`penstock.testing.graphs`): a node's label
-shows in its features among noise, and half of the edges join nodes of one label. Rank 0 writes both files once; they
-stay in the folder for the next run. Runs on CPUs with gloo.
+The second trains on 10^9 edges (a file of 4 GB) and 100 GB of features. The graph is synthetic (`MadeGraph`): features
+are noisy class centres, and half of the edges join nodes of one class. Rank 0 writes both files once; they stay in the
+folder for the next run. Runs on CPUs with gloo.
 """
 
 import argparse

@@ -130,6 +130,32 @@ def test_a_graph_in_a_file_is_pickled_as_its_path(tmp_path):
     same(pickle.loads(pickle.dumps(graph)), graph)
 
 
+def test_graphs_of_several_types_of_nodes(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    ends = {"writes": (30, 50), "cites": (50, 50)}
+    edges = {
+        name: torch.stack([torch.randint(count, (400,), generator=generator) for count in sizes])
+        for name, sizes in ends.items()
+    }
+    kinds = {"writes": ("author", "writes", "paper"), "cites": ("paper", "cites", "paper")}
+    samples = []
+    for is_file in (False, True):
+        graphs = {}
+        for name, (num_sources, num_nodes) in ends.items():
+            graph = unified.Graph(edges[name], num_nodes, num_sources=num_sources)
+            if is_file:
+                path = unified.write_graph(
+                    tmp_path / name, edges[name].split(90, 1), num_nodes=num_nodes, num_sources=num_sources
+                )
+                graph = unified.open_graph(path)
+            graphs[kinds[name]] = graph
+        sampler = unified.HeteroNeighborSampler(graphs, [3, 2])
+        samples.append(sampler.sample({"paper": torch.arange(0, 50, 7)}, number=1))
+    for part in ("nodes", "rows", "cols", "edges"):
+        first, second = (getattr(sample, part) for sample in samples)
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
 def test_damage_is_told(tmp_path):
     edge_index, _ = random_graph()
     path = unified.write_graph(tmp_path / "g", edge_index, num_nodes=200)

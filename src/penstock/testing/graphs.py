@@ -26,7 +26,7 @@ _PART_ROWS = 2**14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeGraph:
-    """A graph of random edges, the same for the same fields, whatever the size of the parts it is made in.
+    """A synthetic random graph, generated in parts; it depends on the fields only, not on the size of the parts.
 
     A node's label is its number modulo ``num_classes``. With probability ``homophily`` an edge joins nodes of one
     label, so that neighbours tell something about it.
@@ -41,9 +41,10 @@ class MadeGraph:
     num_classes: int = 16
     """Number of labels."""
     skew: float = 3.0
-    """Skew of sources: 1 for uniform; a share ``p`` of all nodes has ``p ** (1 / skew)`` of the edges."""
+    """Skew of sources: 1 for uniform; the most connected share ``p`` of nodes are the sources of ``p ** (1 / skew)`` of
+    the edges: with 3, the first hundredth of them have 22%."""
     homophily: float = 0.5
-    """Share of edges that join nodes of one label, beside those that do so by chance."""
+    """Probability that an edge is made to join nodes of one label; others may do so by chance."""
     seed: int = 0
     """Seed of the random numbers."""
 

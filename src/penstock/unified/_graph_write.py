@@ -53,9 +53,9 @@ def write_graph(
     ``edges`` is an ``edge_index`` (``int64 [2, edges]``: sources, then targets), a `Graph`, or anything that yields
     parts of an ``edge_index``, so that the edges need never be in memory together; then ``num_nodes`` must be given.
     Sources and targets are the same nodes, unless ``num_sources`` gives the number of sources of another type. Edges
-    of a target keep their order. ``positions``: whether the file says the number of each edge in ``edges``, 8 bytes an
-    edge, for `Sample.edges`; without, edges are numbered in the order of the file. ``memory`` bounds what sorting
-    takes; beside the file, 8 to 24 bytes an edge are needed on its disk for a while.
+    of a target keep their order. ``positions``: whether the file holds the number of each edge as it was given (8 bytes
+    an edge), so that `Sample.edges` can index features of edges; without, they are places in the file. ``memory``
+    bounds what sorting takes; beside the file, 8 to 24 bytes an edge are needed on its disk for a while.
 
     Raises ``ValueError`` for edges whose ends are not nodes, ``OSError`` for a disk that is full or cannot be written;
     an existing file of that name stays as it was.

@@ -55,9 +55,9 @@ def infer(
     ``lambda x, block: conv((x, x[: block.num_targets]), block.edge_index)``. Call ``model.eval()`` first.
 
     ``features``: rows of all nodes: a tensor, `TieredFeatures`, or a file, which is read in place. ``host`` bounds
-    what is held in memory: a quarter for the rows of a part, another for those of the next part, which is read
-    meanwhile, and half for the rows of a file or of the layer before, the most wanted first. The outputs of a layer are
-    in a file beside ``path``, which is deleted when the next layer has read it.
+    what is held in memory: a quarter for the current part, a quarter for the next, which is read meanwhile, and half
+    for the most wanted rows of a file. The outputs of a layer are in a file beside ``path``, which is deleted when the
+    next layer has read it. Rows arrive where ``features`` gives them; a layer moves them if it must.
 
     Raises ``ValueError`` for features or outputs that are not one row a node, ``BudgetError`` for too little memory.
     """

@@ -87,9 +87,10 @@ class Loader:
     allowed. Order and draws depend only on ``seed`` and the epoch. If you leave an epoch early, its threads end; an
     error in a thread is raised here. With ``ahead=0`` everything runs in the calling thread.
 
-    With a ``group`` of ``torch.distributed``, its ranks take turns: of each ``n`` mini-batches in the order of one
-    process, every one of ``n`` ranks gets one, so that together they read the same mini-batches with the same draws.
-    All ranks get the same number; the seeds that are left at the end are divided between them, unless ``drop_last``.
+    With a ``group`` of ``torch.distributed``, rank ``r`` of ``n`` gets mini-batches ``r``, ``r + n``, ... of the order
+    of one process, with the same draws; ``batch_size`` is per rank. All ranks take the same number of steps: in the
+    last, the remaining seeds are divided between them, unless ``drop_last``; a rank for which none is left repeats
+    others.
 
     Raises ``ValueError`` for an invalid ``batch_size`` or ``ahead``, for labels of fewer nodes, and for repeated seeds;
     ``IndexError`` and ``TypeError`` for other seeds that are not nodes.

@@ -58,11 +58,11 @@ class TieredFeatures(torch.Tensor):
     checksums. ``budget``, an account that other rooms share, is charged for what is held; unless you give
     ``host`` and ``disk``, they are what it has left.
 
-    ``group`` is a group of ``torch.distributed`` whose ranks all make this call: one copy of the rows in memory serves
-    all ranks of a machine, and ``host``, ``in_flight`` and the disk's buffers are those of all of them. Rows on a
-    device are each rank's own. A row on the disk that several ranks need at about the same time is read once. The
-    source must be a file that all ranks can read; ``scores`` may be given by some ranks only. The memory has no name,
-    and is gone when the last rank has ended.
+    ``group``, of ``torch.distributed``: all its ranks make this call, and those of one machine hold one copy of the
+    rows in shared memory. ``host`` and ``in_flight`` are then for all ranks of a machine together (by default a
+    sixteenth of ``host`` for rows read in advance, and a sixteenth for cold rows that one rank has read for the
+    others); ``device_budget`` is each rank's own. The source must be a file that all ranks can read; ``scores`` may be
+    given by one rank. The memory has no name, and is gone when the last rank has ended.
 
     Raises ``BudgetError`` if the host budget is below what must be held or no disk is given for the rest,
     ``FeatureFileError`` for damaged files, ``ValueError`` for arguments that do not go together, ``RankError`` on all
