@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--rounds", type=int, default=3)
     settings = options.parse_args(arguments)
     if settings.quick:
-        settings.nodes, settings.width, settings.batch, settings.batches, settings.rounds = 20_000, 512, 256, 2, 1
+        settings.nodes, settings.width, settings.batch, settings.batches, settings.rounds = 8_000, 2048, 64, 2, 1
     made = MadeGraph(num_nodes=settings.nodes, num_edges=settings.nodes * settings.degree)
     edge_index = torch.cat(list(made.edges()), dim=1)
     graph = unified.Graph(edge_index, made.num_nodes)

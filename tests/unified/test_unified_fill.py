@@ -75,7 +75,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, monkeypatch):
     def full(file, view, offset):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(_write, "_write_at", full)
+    monkeypatch.setattr(_write, "write_at", full)
     with pytest.raises(OSError, match="No space left"):
         tiered(tmp_path, large_table(), 5)
     assert list(tmp_path.iterdir()) == []
