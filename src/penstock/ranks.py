@@ -8,7 +8,7 @@ failed is named, which a collective cannot do.
 import json
 import os
 import time
-import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,8 +24,11 @@ PATIENCE_S = 300.0
 """Seconds to wait for a rank that gives no sign of life."""
 _BEAT_S = 1.0
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.001, 0.05
-_counts: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
-"""Number of `RankGroup` that were made with each group's store; the same in all of its processes."""
+_counts: Counter[str] = Counter()
+"""Number of `RankGroup` that were made of each group, by its name; the same in all of its processes.
+
+A group that is made again has its name again, and may have the same store, with the messages of before.
+"""
 
 
 class RankGroup:
@@ -40,10 +43,11 @@ class RankGroup:
     @checked("penstock.ranks.RankGroup(torch.distributed.group.WORLD)", patience_s=0)
     def __init__(self, group: distributed.ProcessGroup | None, patience_s: float = PATIENCE_S):
         self._store = _store_of(group)
+        assert group is not None
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
         self._patience_s = patience_s
-        number = _counts[self._store] = _counts.get(self._store, 0) + 1
-        self._prefix = f"penstock/{number}"
+        _counts[group.group_name] += 1
+        self._prefix = f"penstock/{_counts[group.group_name]}"
         self._num_messages = 0
         self._last_beat_s, self._num_beats = -_BEAT_S, 0
 
@@ -152,6 +156,8 @@ def _store_of(
     entry = distributed.distributed_c10d._world.pg_map.get(group)
     if entry is None or distributed.get_rank(group) < 0:
         raise ValueError("`group` must be a group that this process belongs to, such as torch.distributed.group.WORLD")
+    if entry[1] is None:
+        raise ValueError("a group of MPI has no key-value store, which ranks need here: init_process_group('gloo')")
     return entry[1]
 
 

@@ -63,14 +63,14 @@ def test_outputs_are_those_of_the_whole_graph(tmp_path, case, kind, host):
     assert {file.name for file in tmp_path.iterdir()} <= {"out", "x", "x.npy"}
 
 
-@pytest.mark.parametrize("most_rows", [2, 17, 100, 390, 10_000])
-def test_parts_cover_all_nodes_and_keep_their_size(case, most_rows):
+@pytest.mark.parametrize("most_bytes", [300, 2000, 20_000, 70_000, 10**7])
+def test_parts_cover_all_nodes_and_keep_their_size(case, most_bytes):
     _, graph, _ = case
     first, edges = 0, []
-    for sample in _infer._parts(graph, most_rows):
+    for sample in _infer._parts(graph, most_bytes, 100):
         count = sample.num_sampled_nodes[0]
         assert sample.nodes[:count].tolist() == list(range(first, first + count))
-        assert len(sample.nodes) <= most_rows or count == 1
+        assert 100 * len(sample.nodes) + 64 * len(sample.rows) <= most_bytes or count == 1
         edges += sample.edges.tolist()
         first += count
     assert first == NUM_NODES and sorted(edges) == list(range(4000))
@@ -78,8 +78,10 @@ def test_parts_cover_all_nodes_and_keep_their_size(case, most_rows):
 
 def test_few_parts_are_made_of_a_graph_that_fits(case):
     _, graph, _ = case
-    assert len(list(_infer._parts(graph, 10_000))) == 1
-    assert len(list(_infer._parts(graph, 390))) < 20
+    assert len(list(_infer._parts(graph, 10**7, 100))) == 1
+    assert len(list(_infer._parts(graph, 100_000, 100))) < 8
+    dense = unified.Graph(torch.randint(50, (2, 100_000)), 50)  # nodes are few, and edges count too
+    assert max(len(sample.rows) for sample in _infer._parts(dense, 2**20, 4)) * 64 <= 2**20
 
 
 def test_parts_of_the_model_see_parts_of_the_graph(tmp_path, case):

@@ -166,6 +166,8 @@ def _disagreement(rank, path, other):
         opened(path, rank, host=HOST_BYTES + rank)
     with pytest.raises(RankError, match="agree on the file"):
         opened(other if rank else path, rank)
+    with pytest.raises(RankError, match="agree on `verify`"):
+        opened(path, rank, verify=rank == 1)
     with pytest.raises(RankError, match="agree on `scores`"):
         opened(path, rank, scores=torch.ones(NUM_ROWS) + rank)
     with pytest.raises(FileNotFoundError if rank else RankError, match="nowhere") as caught:
@@ -443,3 +445,39 @@ def _pyg(rank, path):
 def test_loaders_of_pyg_read_shared_rows_in_their_workers_too(tmp_path, path):
     pytest.importorskip("torch_geometric")
     run_in_ranks(_pyg, path, directory=tmp_path)
+
+
+def _other_types(rank, folder):
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    rows = torch.randint(-100, 100, (50_000, 64), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
+    if not rank:
+        unified.write_features(folder / "bytes", rows, progress=False)
+        save_file({"a": rows.half(), "b": rows.half() + 1}, folder / "two.safetensors")
+    distributed.barrier()
+    for options in ({"scale": 0.5 + rank}, {"scale": 0.5} if rank else {}):
+        with pytest.raises(RankError, match="agree on `key`, `dtype` and `scale`"):
+            opened(folder / "bytes", rank, host="8MiB", **options)
+    with pytest.raises(RankError, match="agree on `key`, `dtype` and `scale`"):
+        opened(folder / "two.safetensors", rank, key="ab"[rank])
+    with pytest.raises(RankError, match="agree on `key`, `dtype` and `scale`"):
+        opened(folder / "two.safetensors", rank, key="a", dtype=torch.float32 if rank else None)
+
+
+def test_ranks_must_read_rows_alike(tmp_path):
+    run_in_ranks(_other_types, str(tmp_path), directory=tmp_path)
+
+
+def _long_rows(rank, folder):
+    rows = torch.randint(-100, 100, (400, 100_000), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
+    if not rank:
+        unified.write_features(Path(folder) / "rows", rows, progress=False)
+    distributed.barrier()
+    with opened(Path(folder) / "rows", rank, host="32MiB", scale=1.0) as features:
+        assert features._store.shared is None  # a sixteenth of the budget has no room for eight rows as they are read
+        assert torch.equal(features[torch.arange(0, 400, 7)], rows[::7].float())
+
+
+def test_rows_too_long_to_be_shared_are_read_by_each_rank(tmp_path):
+    run_in_ranks(_long_rows, str(tmp_path), directory=tmp_path)

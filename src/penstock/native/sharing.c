@@ -25,6 +25,7 @@ enum { WAYS = 8 };                             /* slots that a row may be in */
 enum { TURN_BITS = 22, STATE_BITS = 2, ROW_SHIFT = TURN_BITS + STATE_BITS };
 enum { SHORTEST_WAIT_NS = 20000, LONGEST_WAIT_NS = 1000000, ASK_EVERY = 16 /* looks, whether an owner still lives */ };
 
+#define PARKED_ROW ((INT64_C(1) << 40) - 1) /* the row of a slot that nobody may use any more */
 #define TURN_MASK ((UINT64_C(1) << TURN_BITS) - 1)
 
 typedef struct {
@@ -156,10 +157,13 @@ int64_t penstock_sharing_wait(const Shared *shared, const int64_t *rows, const i
             char *into = out + (positions ? positions[number] : number) * shared->row_bytes;
             int verdict = look(shared, rows[number], into, &slots[number], &words[number]);
             if (verdict == AWAITED && (is_late || (asks && is_abandoned(shared, slots[number], words[number])))) {
-                /* whoever writes just now may go on for as long as it lives, so only a read may be taken from it */
-                const int may_take = state_of(words[number]) == READING || !is_late;
+                const int is_writing = state_of(words[number]) == WRITING;
+                uint64_t expected = words[number];
                 verdict = ALONE;
-                if (may_take && claim(shared, slots[number], words[number], rows[number], &words[number]))
+                if (is_late && is_writing) /* it may go on to write, so the slot is given to nobody; nobody waits again */
+                    atomic_compare_exchange_strong(&shared->words[slots[number]], &expected,
+                                                   packed(PARKED_ROW, WRITING, turn_of(expected) + 1));
+                else if (claim(shared, slots[number], words[number], rows[number], &words[number]))
                     verdict = CLAIMED;
             }
             verdicts[number] = (int8_t)verdict;

@@ -19,6 +19,8 @@ __all__ = ["MadeGraph"]
 
 _STRIDE = 2_654_435_761
 """A prime: node numbers that are so far apart are those of nodes that follow each other by their number of edges."""
+_MOST_NODES = 3 * 10**9
+"""Products of a node's number and the prime have 63 bits."""
 _PART_EDGES = 2**20
 """Edges that one state of the random numbers makes, so that parts of any size are the same edges."""
 _PART_ROWS = 2**14
@@ -53,10 +55,11 @@ class MadeGraph:
             self, "MadeGraph(num_nodes=1000, num_edges=5000)", num_nodes=1, num_edges=0, num_relations=1, num_classes=1,
             skew=1, homophily=0,
         )  # fmt: skip
-        if self.num_classes > self.num_nodes or self.homophily > 1:
+        if self.num_classes > self.num_nodes or self.homophily > 1 or self.num_nodes > _MOST_NODES:
             raise ValueError(
-                f"`num_classes` must be at most the number of nodes, {self.num_nodes}, and `homophily` at most 1, got "
-                f"{self.num_classes} and {self.homophily}: MadeGraph(num_nodes=1000, num_edges=5000)"
+                f"`num_nodes` must be at most {_MOST_NODES}, `num_classes` at most that number, and `homophily` at "
+                f"most 1, got {self.num_nodes}, {self.num_classes} and {self.homophily}: "
+                "MadeGraph(num_nodes=1000, num_edges=5000)"
             )
 
     @checked("graph.edges()", most_edges=1)
@@ -80,10 +83,10 @@ class MadeGraph:
 
         With much noise one row says little, and those of a node's neighbours together say more.
         """
-        centres = torch.randn(self.num_classes, width, generator=self._generator(1 << 40))
+        centres = torch.randn(self.num_classes, width, generator=self._generator(1 << 40), device="cpu")
         for number, first in enumerate(range(0, self.num_nodes, _PART_ROWS)):
             labels = torch.arange(first, min(first + _PART_ROWS, self.num_nodes), device="cpu") % self.num_classes
-            rows = torch.randn(len(labels), width, generator=self._generator((2 << 40) + number))
+            rows = torch.randn(len(labels), width, generator=self._generator((2 << 40) + number), device="cpu")
             yield rows.mul_(noise).add_(centres[labels]).to(dtype)
 
     def _parts(self, most_edges: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -9,7 +9,7 @@ the checksums' own CRC-32 and the length; ``check`` checks the rows.
 
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,11 +102,15 @@ def check(path: str | os.PathLike[str]) -> None:
 
     Raises ``FeatureFileError``, which names the damaged rows.
     """
-    path = Path(path)
+    check_all(Path(path), lambda: None)
+
+
+def check_all(path: Path, alive: Callable[[], None]) -> None:
+    """Do the same, calling ``alive`` now and then."""
     check_is_file(path)
     with path.open("rb", buffering=0) as file:
         for _ in verified(read_header(path, file).table, file):
-            pass
+            alive()
 
 
 def read_all(table: Table, raw: torch.Tensor) -> None:

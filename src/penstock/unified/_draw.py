@@ -41,7 +41,7 @@ class Drawer:
         self.graph, self.device = graph, device
         self._on_link: tuple[UnifiedTensor, UnifiedTensor] | None = None
         self._positions: torch.Tensor | None = graph.positions
-        if device.type == "cuda":
+        if device.type == "cuda" and graph.path is None:  # to register a file's map would keep all of it in memory
             self._on_link = wrap(graph.starts), wrap(graph.sources)
             self._positions = None if graph.positions is None else wrap(graph.positions)
 
@@ -49,9 +49,14 @@ class Drawer:
         """Draw up to ``fanout`` (-1: all) of the edges that enter each node."""
         replace = replace and fanout > 0
         link = self._on_link
-        if link is None:
+        if link is None and self.device.type == "cpu":
             return draw(self.graph, nodes, fanout, seed, replace=replace)
-        if not 0 < fanout <= _MOST_SLOTS or not has_triton() or not all(array.is_registered for array in link):
+        if (
+            link is None
+            or not 0 < fanout <= _MOST_SLOTS
+            or not has_triton()
+            or not all(array.is_registered for array in link)
+        ):
             draws = draw(self.graph, nodes.cpu(), fanout, seed, replace=replace)
             return EdgeDraws(*(tensor.to(self.device) for tensor in draws))
         with torch.cuda.device(self.device):
@@ -66,9 +71,11 @@ class Drawer:
         """Return the numbers of these edges in the graph as the user gave it."""
         if self._positions is None:
             return edges
-        if self.graph.ahead is not None and self.device.type == "cpu":
-            self.graph.ahead.before(self._positions, edges)
-        return self._positions[edges]
+        if self.graph.ahead is None:
+            return self._positions[edges]
+        edges = edges.cpu()
+        self.graph.ahead.before(self._positions, edges)
+        return self._positions[edges].to(self.device)
 
 
 def draw(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, replace: bool) -> EdgeDraws:

@@ -12,7 +12,7 @@ import torch
 from penstock.directio import warn_of_memory
 from penstock.errors import BudgetError
 from penstock.tiers import Budget, Charges, DiskSpec
-from penstock.unified._aligned import check, stride_for
+from penstock.unified._aligned import check_all, stride_for
 from penstock.unified._disk import RowFiles
 from penstock.unified._files import find_table
 from penstock.unified._memory import InPlace, Memory, exact
@@ -61,12 +61,22 @@ def source_of(source: Any, key: str | None) -> RowSource:
 
 
 def open_files(
-    source: RowSource, share: HostShare, disk: DiskSpec, account: Charges, *, verify: bool, progress: bool
+    source: RowSource,
+    share: HostShare,
+    disk: DiskSpec,
+    account: Charges,
+    *,
+    verify: bool,
+    progress: bool,
+    alive: Callable[[], None] = lambda: None,
 ) -> RowFiles | None:
-    """Return the file of a table, or new files with a tensor's rows; ``None`` if memory holds a tensor's rows."""
+    """Return the file of a table, or new files with a tensor's rows; ``None`` if memory holds a tensor's rows.
+
+    ``alive`` is called now and then while a file is verified.
+    """
     if source.table is not None:
         if verify and source.table.is_aligned:  # not always: to read all rows at each start costs more than it saves
-            check(source.table.path)
+            check_all(source.table.path, alive)
         return RowFiles([source.table])
     if not share.needs_disk:
         return None
@@ -133,14 +143,22 @@ def fill(store: RowStore, tensor: torch.Tensor | None, plan: TierPlan, beside_by
 
 
 def held_on_device(
-    store: RowStore, tensor: torch.Tensor | None, rows: torch.Tensor, stored: RowType, account: Charges
+    store: RowStore,
+    tensor: torch.Tensor | None,
+    rows: torch.Tensor,
+    stored: RowType,
+    account: Charges,
+    alive: Callable[[], None] = lambda: None,
 ) -> torch.Tensor | None:
-    """Return rows of ``tensor``, or of the store's files for ``None``, on the device; ``None`` if there are none."""
+    """Return rows of ``tensor``, or of the store's files for ``None``, on the device; ``None`` if there are none.
+
+    ``alive`` is called now and then.
+    """
     if not len(rows):
         return None
     account.charge("device", len(rows) * stored.row_bytes)
     device = stored.empty(len(rows), device=store.device)
-    copy_rows(store.files, tensor, rows, device, stored)
+    copy_rows(store.files, tensor, rows, device, stored, alive)
     return device
 
 

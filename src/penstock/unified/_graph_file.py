@@ -9,7 +9,7 @@ import mmap
 import os
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +92,16 @@ def open_graph(
         together = Together(ranks)
         header = _read_header(path)
         ranks.agree("the graph", dataclasses.asdict(header))
-        graph = _opened(path, verify=verify and together.number == 0)
+        ranks.agree("`verify`", verify)
+        graph = _opened(path, verify=verify and together.number == 0, alive=ranks.beat)
         ranks.exchange("open")
         return graph
 
 
-def _opened(path: Path, *, verify: bool) -> Graph:
+def _opened(path: Path, *, verify: bool, alive: Callable[[], None] = lambda: None) -> Graph:
     header = _read_header(path)
     if verify:
-        _verify(path, header)
+        _verify(path, header, alive)
     ends = header.ends()
     with path.open("rb") as file:
         pages = mmap.mmap(file.fileno(), ends[-1][0], mmap.MAP_SHARED, mmap.PROT_READ)
@@ -166,7 +167,7 @@ def _read_header(path: Path) -> GraphHeader:
     return header
 
 
-def _verify(path: Path, header: GraphHeader) -> None:
+def _verify(path: Path, header: GraphHeader, alive: Callable[[], None]) -> None:
     """Read a whole file and compare its checksums. Raises ``FeatureFileError``."""
     begin, end = header.ends()[-1]
     with path.open("rb", buffering=0) as file:
@@ -174,6 +175,7 @@ def _verify(path: Path, header: GraphHeader) -> None:
         if zlib.crc32(sums) != header.checksums_crc:
             refuse(path, "its checksums differ from what was written")
         for number, crc in enumerate(checksums(file.fileno(), begin)):
+            alive()
             if crc != int.from_bytes(sums[4 * number : 4 * number + 4], "little"):
                 first = PAGE_BYTES + number * _CHUNK_BYTES
                 refuse(

@@ -29,7 +29,7 @@ from penstock.units import parse_bytes
 
 _NUM_PARTS = 256
 """The most files of the first pass."""
-_EDGE_BYTES = 48
+_EDGE_BYTES = 80
 """Bytes of memory for each edge that is sorted."""
 _PASSED_BYTES = 128
 """Bytes of memory for each edge that the first pass takes."""
@@ -132,7 +132,7 @@ class _Part:
     """The edges of some consecutive targets, in a file without a name, as records (source, target[, number])."""
 
     def __init__(self, directory: Path, dtype: torch.dtype, width: int):
-        self._file: Any = tempfile.TemporaryFile(dir=directory, buffering=2**16)
+        self._file: Any = tempfile.TemporaryFile(dir=directory, buffering=2**14)
         self._dtype, self._width, self.num_edges = dtype, width, 0
 
     def add(self, records: torch.Tensor) -> None:
@@ -218,11 +218,12 @@ def _divide(
 def _sort_part(part: _Part, writer: "_Writer", first_node: int, first_edge: int, num_nodes: int) -> None:
     records = part.read(0, part.num_edges)
     sources, targets = records[:, 0].long().contiguous(), records[:, 1].long() - first_node
+    numbers = records[:, 2].clone() if writer.header.has_positions else None
+    del records
     starts, sorted_sources, order = by_target(sources, targets, num_nodes, writer.header.num_sources)
     writer.add(0, starts[:-1] + first_edge, first_node)
     writer.add(1, sorted_sources, first_edge)
-    if writer.header.has_positions:
-        numbers = records[:, 2]
+    if numbers is not None:
         writer.add(2, numbers if order is None else numbers[order], first_edge)
 
 

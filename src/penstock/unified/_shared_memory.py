@@ -10,6 +10,8 @@ import torch
 from penstock.probe import ledger
 from penstock.units import format_bytes
 
+_NAME = "penstock-rows"
+"""Name in ``/proc``, for people who look there."""
 _STEP_BYTES = 256 * 2**20
 """Bytes that are reserved at once; between two steps the process shows that it is alive."""
 
@@ -34,7 +36,7 @@ class SharedMemory:
         Raises ``MemoryError`` if the system has none left. Reserved here, memory cannot be missing later, when the
         process that writes it would be killed.
         """
-        descriptor = os.memfd_create("penstock-rows", os.MFD_CLOEXEC)
+        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, size_bytes)
             for start in range(0, size_bytes, _STEP_BYTES):
@@ -48,9 +50,10 @@ class SharedMemory:
     @staticmethod
     def open(process: int, descriptor: int, size_bytes: int, num_processes: int) -> "SharedMemory":
         """Map the memory that another process has open. Raises ``OSError`` if the system forbids that."""
-        return SharedMemory(
-            os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC), size_bytes, num_processes
-        )
+        path = f"/proc/{process}/fd/{descriptor}"
+        if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # such as a number told by an earlier process
+            raise OSError(f"{path} is not memory that ranks share")
+        return SharedMemory(os.open(path, os.O_RDWR | os.O_CLOEXEC), size_bytes, num_processes)
 
     def part(self, start: int, size_bytes: int) -> torch.Tensor:
         """Return a part of it, ``uint8``; the tensor keeps the memory mapped."""

@@ -138,7 +138,9 @@ class TieredFeatures(torch.Tensor):
                     "ranks share a file, since a tensor would be in memory once for each of them: on one rank "
                     "unified.write_features(path, tensor), then on all TieredFeatures(path, host='8GiB', group=group)"
                 )
-            together.check(rows, scores, host=host_bytes, in_flight=ahead_bytes, device_budget=device_bytes)
+            together.check(
+                rows, kind, scores, host=host_bytes, in_flight=ahead_bytes, device_budget=device_bytes, verify=verify
+            )
         share = share_host(
             host_bytes, num_rows=num_rows, row_bytes=kind.row_bytes, device_bytes=device_bytes, in_flight=ahead_bytes,
             buffer_bytes=buffer_bytes_for(
@@ -161,7 +163,8 @@ class TieredFeatures(torch.Tensor):
         self = cls._over(RowStore(num_rows, kind, place, _CLOSED), plan, share, account)
         try:
             verify = verify and (together is None or together.number == 0)  # once a machine
-            self._store.files = open_files(rows, share, disk, account, verify=verify, progress=progress)
+            alive = (lambda: None) if together is None else together.ranks.beat
+            self._store.files = open_files(rows, share, disk, account, verify=verify, progress=progress, alive=alive)
             if together is None or shared is None:
                 fill(self._store, rows.tensor, self.plan, share.beside_bytes, account)
             else:

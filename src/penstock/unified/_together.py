@@ -16,7 +16,7 @@ from penstock.unified._plan import TierPlan
 from penstock.unified._rows import RowType
 from penstock.unified._share import ROW_NUMBER_BYTES, HostShare
 from penstock.unified._shared_memory import SharedMemory
-from penstock.unified._sharing import SharedReads
+from penstock.unified._sharing import SharedReads, num_slots_in
 from penstock.unified._store import HeldRows, RowStore
 
 _PAGE_BYTES = 4096
@@ -42,15 +42,17 @@ class Together:
         """Number of ranks on this machine."""
         return len(self.members)
 
-    def check(self, source: RowSource, scores: torch.Tensor | None, **limits: Any) -> None:
-        """Raise `RankError` unless all ranks mean the same table, and those of this machine the same limits."""
+    def check(self, source: RowSource, kind: RowType, scores: torch.Tensor | None, **options: Any) -> None:
+        """Raise `RankError` unless all ranks mean the same table, and those of this machine the same ``options``."""
         table = source.table
         assert table is not None
         row = [*table.shape, str(table.dtype), table.stride_bytes]
         self.ranks.agree("the table's shape and dtype", row)
+        scale = None if kind.scale is None else _checksum(kind.scale)
+        self.ranks.agree("`key`, `dtype` and `scale`", [table.first_byte, str(kind.dtype), scale], self.members)
         state = os.stat(table.path)
         self.ranks.agree("the file", [state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns], self.members)
-        for name, value in limits.items():
+        for name, value in options.items():
             self.ranks.agree(f"`{name}`", value, self.members)
         sums = self.ranks.exchange(None if scores is None else _checksum(scores))
         giving = [rank for rank in self.members if sums[rank] is not None]
@@ -108,13 +110,13 @@ class Together:
         ends = [shape.num_host * number // self.num_here for number in range(self.num_here + 1)]
         mine = slice(ends[self.number], ends[self.number + 1])
         copy_rows(store.files, None, plan.host_rows[mine], host[mine], stored, self.ranks.beat)
-        device = held_on_device(store, None, plan.device_rows, stored, account)
+        device = held_on_device(store, None, plan.device_rows, stored, account, self.ranks.beat)
         self.ranks.exchange("filled")
         store.held = HeldRows(
             host=InPlace(host, Memory.of(host)), device=device,
             places=places.view(torch.int32) if len(places) else None,
         )  # fmt: skip
-        if len(reads):
+        if num_slots_in(len(reads), store.kind.width * store.kind.dtype.itemsize):
             store.shared = SharedReads(reads, store.kind)
 
     def _charge(self, shape: "_PlanShape", share: HostShare, account: Charges) -> None:
