@@ -114,9 +114,9 @@ def _work(settings: argparse.Namespace) -> None:
     def cold(generator: torch.Generator = own) -> torch.Tensor:
         return torch.randint(num_held, settings.rows, (BATCH_ROWS // 10,), generator=generator)
 
-    answer = {"held": _timed(features, [held() for _ in range(60)])}
+    answer = {"held": _timed(features, 15 * [held() for _ in range(60)])}
     _forget(settings.file)
-    answer["disk"] = _timed(features, [cold() for _ in range(30)])
+    answer["disk"] = _timed(features, [cold() for _ in range(100)])
     _forget(settings.file)
     features.reset_statistics()
     wanted = [cold(shared) for _ in range(20)]
