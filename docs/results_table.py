@@ -568,7 +568,7 @@ ENTRIES = {
     ),
     "cpu-unified-graph": Entry(
         shows="A graph of a billion edges in a file",
-        command="unified_graph --edges 1000000000 --rounds 5 --warm",
+        command="unified_graph --edges 1000000000 --rounds 4 --warm",
         figures=(
             Figure(label="written in {} s", name="write", metric="time", of="value", form=".0f"),
             Figure(
