@@ -62,16 +62,7 @@ class RankGroup:
 
     def agree(self, what: str, value: Any, among: list[int] | None = None) -> None:
         """Raise `RankError`, which names the ranks, unless all ranks (or those in ``among``) say the same ``value``."""
-        values = self.exchange(value)
-        members = range(self.size) if among is None else among
-        first = min(members)
-        others = [rank for rank in members if values[rank] != values[first]]
-        if others:
-            raise RankError(
-                f"ranks must agree on {what}: rank {first} has {values[first]!r}, and rank {others[0]} has "
-                f"{values[others[0]]!r}",
-                ranks=tuple(others),
-            )
+        check_same(what, self.exchange(value), list(range(self.size)) if among is None else among)
 
     def beat(self) -> None:
         """Show that this rank is alive, at most once a second; long work calls this between two messages."""
@@ -134,6 +125,17 @@ class RankGroup:
             raise _gone(error) from error
 
 
+def check_same(what: str, values: list[Any], members: list[int]) -> None:
+    """Raise `RankError`, which names the ranks, unless all ``members`` have the same of the ``values`` of all ranks."""
+    others = [rank for rank in members[1:] if values[rank] != values[members[0]]]
+    if others:
+        raise RankError(
+            f"ranks must agree on {what}: rank {members[0]} has {values[members[0]]!r}, and rank {others[0]} has "
+            f"{values[others[0]]!r}",
+            ranks=tuple(others),
+        )
+
+
 def rank_in(group: distributed.ProcessGroup) -> tuple[int, int]:
     """Return this process's rank in a group, and the number of ranks. Raises ``ValueError`` as `RankGroup` does."""
     _store_of(group)
@@ -169,4 +171,4 @@ def _gone(error: RuntimeError) -> RankError:
     )
 
 
-__all__ = ["PATIENCE_S", "RankGroup", "machine_name", "rank_in"]
+__all__ = ["PATIENCE_S", "RankGroup", "check_same", "machine_name", "rank_in"]

@@ -264,10 +264,8 @@ def _silent(rank, path):
     if rank:
         time.sleep(3)
         return
-    start_s = time.monotonic()
     with pytest.raises(RankError, match="rank 1 gave no sign of life for 1.0 s"):
         opened(path, rank, patience_s=1.0)
-    assert 1.0 <= time.monotonic() - start_s < 60
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path, path):

@@ -7,6 +7,7 @@ and renamed when all of it is on the disk, so a file with the right name is comp
 the checksums' own CRC-32 and the length; ``check`` checks the rows.
 """
 
+import json
 import os
 import zlib
 from collections.abc import Callable, Iterator
@@ -56,15 +57,39 @@ def stride_for(row_bytes: int) -> int:
     return -(-row_bytes // SECTOR_BYTES) * SECTOR_BYTES
 
 
+def header_page(magic: bytes, fields: dict[str, Any]) -> bytes:
+    """Return a header page: ``magic`` (8 bytes), length and CRC-32 of a JSON text, and the text."""
+    text = json.dumps(fields).encode()
+    head = magic + len(text).to_bytes(4, "little") + zlib.crc32(text).to_bytes(4, "little") + text
+    return head.ljust(PAGE_BYTES, b"\0")
+
+
+def header_text(path: Path, page: bytes, magic: bytes) -> bytes:
+    """Return the JSON text of a file's header page. Raises ``FeatureFileError`` if it is damaged."""
+    length, crc = int.from_bytes(page[8:12], "little"), int.from_bytes(page[12:16], "little")
+    text = page[16 : 16 + length]
+    if page[:8] != magic or len(page) < PAGE_BYTES or length > PAGE_BYTES - 16 or zlib.crc32(text) != crc:
+        refuse(path, "its header differs from what was written")
+    return text
+
+
+def read_at(descriptor: int, view: memoryview, offset: int) -> int:
+    """Read from a position of a file until ``view`` is full or the file ends. Return the number of bytes read."""
+    num_read = 0
+    while num_read < len(view):
+        count = os.preadv(descriptor, [view[num_read:]], offset + num_read)
+        if not count:
+            break
+        num_read += count
+    return num_read
+
+
 def read_header(path: Path, file: Any) -> Header:
     """Return the header of an open file after checking it. Raises ``FeatureFileError``."""
     size = os.fstat(file.fileno()).st_size
     file.seek(0)
     page = file.read(PAGE_BYTES)
-    length, crc = int.from_bytes(page[8:12], "little"), int.from_bytes(page[12:16], "little")
-    text = page[16 : 16 + length]
-    if page[:8] != MAGIC or len(page) < PAGE_BYTES or length > PAGE_BYTES - 16 or zlib.crc32(text) != crc:
-        refuse(path, "its header differs from what was written")
+    text = header_text(path, page, MAGIC)
     try:
         header = parse_json(text, "the header")
         if header["version"] != VERSION:
@@ -139,11 +164,9 @@ def chunks(table: Table, file: Any, chunk_rows: int) -> Iterator[tuple[int, byte
     """Yield the first row and the bytes of every chunk, including padding."""
     for begin in range(0, table.shape[0], chunk_rows):
         raw = bytearray(min(chunk_rows, table.shape[0] - begin) * table.stride_bytes)
-        offset, num_read = table.first_byte + begin * table.stride_bytes, 0
-        while num_read < len(raw):
-            count = os.preadv(file.fileno(), [memoryview(raw)[num_read:]], offset + num_read)
-            if not count:
-                refuse(table.path, f"it ends within row {begin + num_read // table.stride_bytes}")
-            num_read += count
+        offset = table.first_byte + begin * table.stride_bytes
+        num_read = read_at(file.fileno(), memoryview(raw), offset)
+        if num_read < len(raw):
+            refuse(table.path, f"it ends within row {begin + num_read // table.stride_bytes}")
         os.posix_fadvise(file.fileno(), offset, len(raw), os.POSIX_FADV_DONTNEED)
         yield begin, raw

@@ -21,6 +21,7 @@ from penstock.arguments import checked
 from penstock.errors import FeatureFileError
 from penstock.files import check_is_file, parse_json
 from penstock.ranks import PATIENCE_S, RankGroup
+from penstock.unified._aligned import PAGE_BYTES, header_text, read_at
 from penstock.unified._graph import Graph
 from penstock.unified._page_cache import is_told_of
 from penstock.unified._read_ahead import ReadAhead
@@ -30,7 +31,6 @@ from penstock.units import format_bytes
 
 MAGIC = b"PENSGRF1"
 VERSION = 1
-PAGE_BYTES = 4096
 _CHUNK_BYTES = 4 * 2**20
 """Bytes that share a checksum."""
 EXAMPLE = "write_graph('edges.graph', edge_index, num_nodes=1000)"
@@ -131,12 +131,9 @@ def checksums(descriptor: int, end: int) -> Iterator[int]:
     buffer = bytearray(_CHUNK_BYTES)
     for begin in range(PAGE_BYTES, end, _CHUNK_BYTES):
         view = memoryview(buffer)[: min(_CHUNK_BYTES, end - begin)]
-        num_read = 0
-        while num_read < len(view):
-            count = os.preadv(descriptor, [view[num_read:]], begin + num_read)
-            if not count:
-                raise OSError(f"the file ended at byte {begin + num_read} while it was read")
-            num_read += count
+        num_read = read_at(descriptor, view, begin)
+        if num_read < len(view):
+            raise OSError(f"the file ended at byte {begin + num_read} while it was read")
         os.posix_fadvise(descriptor, begin, len(view), os.POSIX_FADV_DONTNEED)
         yield zlib.crc32(view)
 
@@ -146,13 +143,9 @@ def _read_header(path: Path) -> GraphHeader:
     check_is_file(path)
     with path.open("rb") as file:
         page, size = file.read(PAGE_BYTES), os.fstat(file.fileno()).st_size
-    length, crc = int.from_bytes(page[8:12], "little"), int.from_bytes(page[12:16], "little")
-    text = page[16 : 16 + length]
     if page[:8] != MAGIC:
         raise FeatureFileError(f"{path} is not a graph of Penstock: write it with penstock.unified.{EXAMPLE}")
-    if len(page) < PAGE_BYTES or length > PAGE_BYTES - 16 or zlib.crc32(text) != crc:
-        refuse(path, "its header differs from what was written")
-    fields = parse_json(text, "the header")
+    fields = parse_json(header_text(path, page, MAGIC), "the header")
     if not isinstance(fields, dict) or fields.get("version") != VERSION:
         raise FeatureFileError(
             f"{path} has another format than this Penstock reads, version {VERSION}. Write it again with this version "

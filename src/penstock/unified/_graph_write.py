@@ -6,10 +6,8 @@ consecutive targets each, which have no name; the second sorts one such file aft
 
 import contextlib
 import dataclasses
-import json
 import mmap
 import os
-import secrets
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
@@ -20,11 +18,11 @@ import numpy as np
 import torch
 
 from penstock.arguments import checked, must_be
-from penstock.checkpoints import synchronize
 from penstock.tiers import Size
+from penstock.unified._aligned import header_page, read_at
 from penstock.unified._graph import Graph, by_target, type_for
-from penstock.unified._graph_file import EXAMPLE, MAGIC, PAGE_BYTES, VERSION, GraphHeader, checksums
-from penstock.unified._write import progress_bar, write_at
+from penstock.unified._graph_file import EXAMPLE, MAGIC, VERSION, GraphHeader, checksums
+from penstock.unified._write import new_file, progress_bar, write_at
 from penstock.units import parse_bytes
 
 _NUM_PARTS = 256
@@ -68,27 +66,17 @@ def write_graph(
         nodes, sources = edges.num_nodes, edges.num_sources
     else:
         nodes, sources = _sizes(edges, num_nodes, num_sources)
-    name = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
-    descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        with os.fdopen(descriptor, "r+b", buffering=0) as file:
-            if isinstance(edges, Graph):
-                _copy(edges, file, has_positions=positions)
-            else:
-                with _bar(edges, path, progress) as advance:
-                    most_bytes = parse_bytes(memory)
-                    parts = _parts(edges, nodes, sources, most_bytes // _PASSED_BYTES, advance)
-                    _sort(
-                        parts, file, nodes, sources, path.parent, most_edges=max(1, most_bytes // _EDGE_BYTES),
-                        has_positions=positions,
-                    )  # fmt: skip
-            os.fsync(file.fileno())
-        os.replace(name, path)
-        synchronize(path.parent)  # else a crash may undo the renaming
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-        raise
+    with new_file(path) as file:
+        if isinstance(edges, Graph):
+            _copy(edges, file, has_positions=positions)
+            return path
+        most_bytes = parse_bytes(memory)
+        with _bar(edges, path, progress) as advance:
+            parts = _parts(edges, nodes, sources, most_bytes // _PASSED_BYTES, advance)
+            _sort(
+                parts, file, nodes, sources, path.parent, most_edges=max(1, most_bytes // _EDGE_BYTES),
+                has_positions=positions,
+            )  # fmt: skip
     return path
 
 
@@ -146,12 +134,8 @@ class _Part:
         if begin == end:
             return records
         view, offset = memoryview(records.numpy()).cast("B"), begin * self._width * self._dtype.itemsize  # type: ignore[arg-type]
-        num_read = 0
-        while num_read < len(view):
-            count = os.preadv(self._file.fileno(), [view[num_read:]], offset + num_read)
-            if not count:
-                raise OSError(f"a temporary file of edges ended at byte {offset + num_read}")
-            num_read += count
+        if read_at(self._file.fileno(), view, offset) < len(view):
+            raise OSError("a temporary file of edges is shorter than what was written to it")
         return records
 
     def close(self) -> None:
@@ -216,10 +200,7 @@ def _divide(
 
 
 def _sort_part(part: _Part, writer: "_Writer", first_node: int, first_edge: int, num_nodes: int) -> None:
-    records = part.read(0, part.num_edges)
-    sources, targets = records[:, 0].long().contiguous(), records[:, 1].long() - first_node
-    numbers = records[:, 2].clone() if writer.header.has_positions else None
-    del records
+    sources, targets, numbers = _columns(part.read(0, part.num_edges), first_node, writer)
     starts, sorted_sources, order = by_target(sources, targets, num_nodes, writer.header.num_sources)
     writer.add(0, starts[:-1] + first_edge, first_node)
     writer.add(1, sorted_sources, first_edge)
@@ -238,20 +219,27 @@ def _sort_large_part(
     nexts = torch.cumsum(counts, 0) - counts
     writer.add(0, nexts + first_edge, first_node)
     with (
-        writer.window(1, first_edge, part.num_edges) as sources,
-        writer.window(2, first_edge, part.num_edges) as places,
+        writer.window(1, first_edge, part.num_edges) as written_sources,
+        writer.window(2, first_edge, part.num_edges) as written_numbers,
     ):
         for begin, end in pieces:
-            records = part.read(begin, end)
-            targets = records[:, 1].long() - first_node
-            order = targets.argsort(stable=True)
-            own = torch.bincount(targets, minlength=num_nodes)
-            within = torch.arange(len(order), device="cpu") - (torch.cumsum(own, 0) - own)[targets[order]]
-            goal = nexts[targets[order]] + within
-            sources[goal.numpy()] = records[order, 0].numpy()
-            if writer.header.has_positions:
-                places[goal.numpy()] = records[order, 2].numpy()
+            sources, targets, numbers = _columns(part.read(begin, end), first_node, writer)
+            starts, sorted_sources, order = by_target(sources, targets, num_nodes, writer.header.num_sources)
+            own = starts.diff()
+            # an edge's place: where its target goes on, and its place among the target's edges of this piece
+            goal = (nexts - starts[:-1]).repeat_interleave(own) + torch.arange(end - begin, device="cpu")
+            written_sources[goal.numpy()] = sorted_sources.numpy()
+            if numbers is not None:
+                written_numbers[goal.numpy()] = (numbers if order is None else numbers[order]).numpy()
             nexts += own
+
+
+def _columns(
+    records: torch.Tensor, first_node: int, writer: "_Writer"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return sources, targets counted from ``first_node``, and numbers if the file has them."""
+    numbers = records[:, 2].clone() if writer.header.has_positions else None
+    return records[:, 0].long().contiguous(), records[:, 1].long() - first_node, numbers
 
 
 class _Writer:
@@ -290,9 +278,7 @@ class _Writer:
         assert len(sums) == end - begin
         write_at(self._file, memoryview(sums), begin)
         header = dataclasses.replace(self.header, checksums_crc=zlib.crc32(sums))
-        text = json.dumps(dataclasses.asdict(header)).encode()
-        head = MAGIC + len(text).to_bytes(4, "little") + zlib.crc32(text).to_bytes(4, "little") + text
-        write_at(self._file, memoryview(head.ljust(PAGE_BYTES, b"\0")), 0)
+        write_at(self._file, memoryview(header_page(MAGIC, dataclasses.asdict(header))), 0)
 
     def _dtype(self, array: int) -> torch.dtype:
         return torch.int32 if array == 1 and self.header.source_bytes == 4 else torch.int64

@@ -18,8 +18,7 @@ _PATIENCE_NS = 2 * 10**9
 """How long to wait for a row that another process reads; then it is read again here."""
 _CACHED_SHARE = 0.5
 _SKIPPED_BATCHES = 15
-"""Batches that are read without looking here, after one that the page cache mostly had: to copy a row from there costs
-as much as to look it up here."""
+"""Batches that are read without looking here, after one of which the page cache had most: no disk is spared then."""
 
 
 class _CShared(ctypes.Structure):

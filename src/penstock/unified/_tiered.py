@@ -17,7 +17,7 @@ from penstock.ranks import PATIENCE_S, RankGroup
 from penstock.tiers import Budget, Charges, DiskSpec, Size
 from penstock.unified._aligned import stride_for
 from penstock.unified._disk import buffer_bytes_for
-from penstock.unified._fill import fill, open_files, source_of
+from penstock.unified._fill import RowSource, fill, open_files, source_of
 from penstock.unified._functions import call, refusal
 from penstock.unified._plan import TierPlan, plan_tiers
 from penstock.unified._problem import TierProblem
@@ -98,77 +98,54 @@ class TieredFeatures(torch.Tensor):
         ranks = None if group is None else RankGroup(group, patience_s)
         with contextlib.nullcontext() if ranks is None else ranks.all_or_none():
             together = None if ranks is None else Together(ranks)
-            return cls._made(
-                source, host, device_budget, in_flight, disk, scores, device, key, dtype, scale, budget, together,
-                verify=verify, progress=progress,
+            device_bytes = parse_bytes(device_budget)
+            place = _device_with(device_bytes, device)
+            if budget is not None:
+                host = budget.room_bytes("host") if host is None else host
+                disk = budget.disk_bytes or None if disk is None else disk  # type: ignore[assignment]
+            rows = source_of(source, key)
+            kind = RowType.of(rows.shape[1:], rows.dtype, dtype, scale)
+            limits = {
+                "host": None if host is None else parse_bytes(host),
+                "in_flight": None if in_flight is None else parse_bytes(in_flight),
+                "device_budget": device_bytes,
+            }
+            if together is not None:
+                together.check(rows, kind, scores, verify=verify, **limits)
+            share = _shared_out(rows, kind, limits, disk, 1 if together is None else together.num_here)
+            problem = TierProblem(
+                num_rows=rows.shape[0], row_bytes=kind.row_bytes, device_bytes=device_bytes,
+                host_bytes=share.rows_bytes, scores=scores,
             )  # fmt: skip
+            store = RowStore(rows.shape[0], kind, place, _CLOSED)
+            return cls._filled(
+                store, rows, problem, share, disk, Charges(budget, "unified"), together, verify, progress
+            )
 
     @classmethod
-    def _made(
+    def _filled(
         cls,
-        source: torch.Tensor | str | os.PathLike[str],
-        host: Size | None,
-        device_budget: Size,
-        in_flight: Size | None,
+        store: RowStore,
+        rows: RowSource,
+        problem: TierProblem,
+        share: HostShare,
         disk: DiskSpec,
-        scores: torch.Tensor | None,
-        name: torch.device | str,
-        key: str | None,
-        dtype: torch.dtype | None,
-        scale: torch.Tensor | float | None,
-        budget: Budget | None,
+        account: Charges,
         together: Together | None,
-        *,
         verify: bool,
         progress: bool,
     ) -> Self:
-        device_bytes = parse_bytes(device_budget)
-        place = _device_with(device_bytes, name)
-        if budget is not None:
-            host = budget.room_bytes("host") if host is None else host
-            disk = budget.disk_bytes or None if disk is None else disk  # type: ignore[assignment]
-        rows = source_of(source, key)
-        kind = RowType.of(rows.shape[1:], rows.dtype, dtype, scale)
-        num_rows = rows.shape[0]
-        host_bytes = None if host is None else parse_bytes(host)
-        ahead_bytes = None if in_flight is None else parse_bytes(in_flight)
-        if together is not None:
-            if rows.table is None:
-                raise ValueError(
-                    "ranks share a file, since a tensor would be in memory once for each of them: on one rank "
-                    "unified.write_features(path, tensor), then on all TieredFeatures(path, host='8GiB', group=group)"
-                )
-            together.check(
-                rows, kind, scores, host=host_bytes, in_flight=ahead_bytes, device_budget=device_bytes, verify=verify
-            )
-        share = share_host(
-            host_bytes, num_rows=num_rows, row_bytes=kind.row_bytes, device_bytes=device_bytes, in_flight=ahead_bytes,
-            buffer_bytes=buffer_bytes_for(
-                rows.table.stride_bytes if rows.table else stride_for(kind.row_bytes), num_rows
-            ),
-            num_ranks=1 if together is None else together.num_here,
-        )  # fmt: skip
-        if share.needs_disk and rows.table is None and disk is None:
-            raise BudgetError(
-                f"{format_bytes(num_rows * kind.row_bytes)} of rows do not fit host={host!r}; "
-                "give a directory on an SSD for the remaining rows: TieredFeatures(..., disk='/nvme')"
-            )
-        problem = TierProblem(
-            num_rows=num_rows, row_bytes=kind.row_bytes, device_bytes=device_bytes, host_bytes=share.rows_bytes,
-            scores=scores,
-        )  # fmt: skip
-        account = Charges(budget, "unified")
-        shared = None if together is None else together.plan(lambda: plan_tiers(problem), num_rows, share, account)
-        plan = plan_tiers(problem) if shared is None else shared.plan
-        self = cls._over(RowStore(num_rows, kind, place, _CLOSED), plan, share, account)
+        """Return the table with its rows planned, charged for and read."""
+        shared = None if together is None else together.plan(problem, share, account)
+        self = cls._over(store, plan_tiers(problem) if shared is None else shared.plan, share, account)
         try:
             verify = verify and (together is None or together.number == 0)  # once a machine
             alive = (lambda: None) if together is None else together.ranks.beat
-            self._store.files = open_files(rows, share, disk, account, verify=verify, progress=progress, alive=alive)
+            store.files = open_files(rows, share, disk, account, verify=verify, progress=progress, alive=alive)
             if together is None or shared is None:
-                fill(self._store, rows.tensor, self.plan, share.beside_bytes, account)
+                fill(store, rows.tensor, self.plan, share.beside_bytes, account)
             else:
-                together.fill(self._store, shared, account)
+                together.fill(store, shared, account)
         except BaseException:
             self.close()
             raise
@@ -396,6 +373,24 @@ def _read_outside_of_graphs(store: RowStore, index: torch.Tensor) -> torch.Tenso
 
 def _features_in(args: Any, kwargs: Any) -> TieredFeatures:
     return next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, TieredFeatures))
+
+
+def _shared_out(
+    rows: RowSource, kind: RowType, limits: dict[str, int | None], disk: DiskSpec, num_ranks: int
+) -> HostShare:
+    """Divide the host budget. Raises ``BudgetError`` if that needs a disk, and none is given."""
+    num_rows, device_bytes = rows.shape[0], limits["device_budget"] or 0
+    stride_bytes = rows.table.stride_bytes if rows.table else stride_for(kind.row_bytes)
+    share = share_host(
+        limits["host"], num_rows=num_rows, row_bytes=kind.row_bytes, device_bytes=device_bytes,
+        in_flight=limits["in_flight"], buffer_bytes=buffer_bytes_for(stride_bytes, num_rows), num_ranks=num_ranks,
+    )  # fmt: skip
+    if share.needs_disk and rows.table is None and disk is None:
+        raise BudgetError(
+            f"{format_bytes(num_rows * kind.row_bytes)} of rows do not fit host={format_bytes(limits['host'] or 0)!r}; "
+            "give a directory on an SSD for the remaining rows: TieredFeatures(..., disk='/nvme')"
+        )
+    return share
 
 
 def _device_with(budget_bytes: int, name: torch.device | str) -> torch.device:

@@ -3,16 +3,16 @@
 import dataclasses
 import os
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from penstock.ranks import RankGroup, machine_name
+from penstock.ranks import RankGroup, check_same, machine_name
 from penstock.tiers import Charges
 from penstock.unified._fill import RowSource, copy_rows, held_on_device, shaped
 from penstock.unified._memory import InPlace, Memory
-from penstock.unified._plan import TierPlan
+from penstock.unified._plan import TierPlan, plan_tiers
+from penstock.unified._problem import TierProblem
 from penstock.unified._rows import RowType
 from penstock.unified._share import ROW_NUMBER_BYTES, HostShare
 from penstock.unified._shared_memory import SharedMemory
@@ -45,7 +45,11 @@ class Together:
     def check(self, source: RowSource, kind: RowType, scores: torch.Tensor | None, **options: Any) -> None:
         """Raise `RankError` unless all ranks mean the same table, and those of this machine the same ``options``."""
         table = source.table
-        assert table is not None
+        if table is None:
+            raise ValueError(
+                "ranks share a file, since a tensor would be in memory once for each of them: on one rank "
+                "unified.write_features(path, tensor), then on all TieredFeatures(path, host='8GiB', group=group)"
+            )
         row = [*table.shape, str(table.dtype), table.stride_bytes]
         self.ranks.agree("the table's shape and dtype", row)
         scale = None if kind.scale is None else _checksum(kind.scale)
@@ -57,27 +61,24 @@ class Together:
         sums = self.ranks.exchange(None if scores is None else _checksum(scores))
         giving = [rank for rank in self.members if sums[rank] is not None]
         self._planner = (giving or self.members)[0]
-        if giving:
-            self.ranks.agree("`scores`", sums[self.ranks.rank], giving)
-        else:
-            self.ranks.exchange(None)  # as many messages as the ranks of other machines exchange
+        check_same("`scores`", sums, giving)
 
-    def plan(self, make: Callable[[], TierPlan], num_rows: int, share: HostShare, account: Charges) -> "SharedPlan":
+    def plan(self, problem: TierProblem, share: HostShare, account: Charges) -> "SharedPlan":
         """Make the plan on one rank of each machine; the others map the memory in which it is.
 
         Before that, ``account`` is charged for what is this rank's own, and for an equal part of what is shared.
         """
         try:
-            return self._planned(make, num_rows, share, account)
+            return self._planned(problem, share, account)
         except BaseException:
             account.give_back()
             raise
 
-    def _planned(self, make: Callable[[], TierPlan], num_rows: int, share: HostShare, account: Charges) -> "SharedPlan":
+    def _planned(self, problem: TierProblem, share: HostShare, account: Charges) -> "SharedPlan":
         told: dict[str, Any] | None = None
         shared: SharedPlan | None = None
         if self.ranks.rank == self._planner:
-            shared = self._led(make(), num_rows, share, account)
+            shared = self._led(plan_tiers(problem), problem.num_rows, share, account)
             descriptors = [shared.rows.descriptor, shared.numbers.descriptor]
             told = dataclasses.asdict(shared.shape) | {"descriptors": descriptors}
         told = self.ranks.exchange(told)[self._planner]

@@ -1,7 +1,6 @@
 """Writing aligned files of rows, completely or not at all, with memory for a few chunks."""
 
 import contextlib
-import json
 import math
 import mmap
 import os
@@ -16,7 +15,17 @@ import torch
 
 from penstock.arguments import checked, must_be
 from penstock.checkpoints import synchronize
-from penstock.unified._aligned import CHUNK_BYTES, DTYPES, MAGIC, PAGE_BYTES, VERSION, chunks, stride_for, verified
+from penstock.unified._aligned import (
+    CHUNK_BYTES,
+    DTYPES,
+    MAGIC,
+    PAGE_BYTES,
+    VERSION,
+    chunks,
+    header_page,
+    stride_for,
+    verified,
+)
 from penstock.unified._files import find_table
 from penstock.unified._table import Table
 
@@ -47,11 +56,19 @@ def write_features(
         raise ValueError(
             "`source` must yield rows, got none: write_features(path, tensor) with a tensor [rows, width], or empty"
         )
+    with new_file(path) as file, progress_bar(progress, num_rows, path.name) as advance:
+        _TableWriter(file, first).write(_chained(first, blocks), advance)
+    return path
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[Any]:
+    """Yield a file to write, which gets the name ``path`` when all of it is on the disk; an error leaves nothing."""
     name = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        with os.fdopen(descriptor, "r+b", buffering=0) as file, progress_bar(progress, num_rows, path.name) as advance:
-            _TableWriter(file, first).write(_chained(first, blocks), advance)
+        with os.fdopen(descriptor, "r+b", buffering=0) as file:
+            yield file
             os.fsync(file.fileno())
         os.replace(name, path)
         synchronize(path.parent)  # else a crash may undo the renaming
@@ -59,7 +76,6 @@ def write_features(
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
         raise
-    return path
 
 
 def spill(directory: Path, source: torch.Tensor, *, progress: bool = True) -> Any:
@@ -138,15 +154,12 @@ class _TableWriter:
         sums = b"".join(crc.to_bytes(4, "little") for crc in self._sums)
         write_at(self._file, memoryview(sums), sums_byte)
         self._file.truncate(sums_byte + len(sums))
-        text = json.dumps(
-            {
-                "version": VERSION, "shape": [self._num_rows, *self._shape],
-                "dtype": str(self._dtype).removeprefix("torch."), "stride_bytes": self._stride,
-                "chunk_rows": self._chunk_rows, "checksums_byte": sums_byte, "checksums_crc": zlib.crc32(sums),
-            }
-        ).encode()  # fmt: skip
-        head = MAGIC + len(text).to_bytes(4, "little") + zlib.crc32(text).to_bytes(4, "little") + text
-        write_at(self._file, memoryview(head.ljust(PAGE_BYTES, b"\0")), 0)
+        fields = {
+            "version": VERSION, "shape": [self._num_rows, *self._shape],
+            "dtype": str(self._dtype).removeprefix("torch."), "stride_bytes": self._stride,
+            "chunk_rows": self._chunk_rows, "checksums_byte": sums_byte, "checksums_crc": zlib.crc32(sums),
+        }  # fmt: skip
+        write_at(self._file, memoryview(header_page(MAGIC, fields)), 0)
 
 
 def write_at(file: Any, view: memoryview, offset: int) -> None:
