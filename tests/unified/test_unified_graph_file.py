@@ -36,13 +36,45 @@ def test_a_file_holds_the_graph_of_its_edges(tmp_path, memory, positions):
     assert [file.name for file in tmp_path.iterdir()] == ["g"]  # nothing else stays on the disk
 
 
+@pytest.mark.parametrize("memory", ["1GiB", "20KiB", "200B"])
+@pytest.mark.parametrize("num_types", [5, 300])
+@pytest.mark.parametrize("positions", [True, False])
+def test_types_of_edges_stay_with_their_edges(tmp_path, memory, num_types, positions):
+    edge_index, graph = random_graph(num_nodes=700, num_edges=9000)
+    types = torch.randint(0, num_types, (9000,), generator=torch.Generator().manual_seed(1))
+    parts = zip(edge_index.split(1234, 1), types.split(1234), strict=True)
+    path = unified.write_graph(tmp_path / "g", parts, num_nodes=700, memory=memory, positions=positions)
+    opened = unified.open_graph(path, verify=True)
+    same(opened, graph)
+    assert opened.types.dtype is (torch.uint8 if num_types <= 256 else torch.int32)
+    assert torch.equal(opened.types.long(), types[graph.positions]) and opened.num_types == int(types.max()) + 1
+    copied = unified.open_graph(unified.write_graph(tmp_path / "copy", opened), verify=True)
+    assert torch.equal(copied.types, opened.types) and copied.num_types == opened.num_types
+    assert opened.nbytes == copied.nbytes > graph.starts.nbytes + graph.sources.nbytes
+
+
+def test_types_that_do_not_fit_are_refused(tmp_path):
+    edge_index, types = torch.zeros(2, 3, dtype=torch.int64), torch.tensor([0, 1, 4])
+    assert unified.open_graph(unified.write_graph(tmp_path / "g", (edge_index, types), num_types=9)).num_types == 9
+    for edges, options, words in (
+        ((edge_index, types), {"num_types": 4}, "`num_types` must be above every type of an edge, got 4 and type 4"),
+        ((edge_index, types - 1), {}, r"types of edges must be int64 \[3\] from 0"),
+        ((edge_index, types[1:]), {}, r"types of edges must be int64 \[3\] from 0"),
+        ((edge_index, types.float()), {}, r"types of edges must be int64 \[3\] from 0"),
+        ([(edge_index, types), edge_index], {"num_nodes": 1}, "must all have types or none"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            unified.write_graph(tmp_path / "bad", edges, **options)
+    assert [file.name for file in tmp_path.iterdir()] == ["g"]
+
+
 @settings(max_examples=60, deadline=None)
 @given(graphs(), st.sampled_from([1, 3, 2**20]), st.booleans())
 def test_any_graph_in_parts_of_any_size(tmp_path_factory, case, most_bytes, positions):
     edge_index, num_nodes = case
     path = tmp_path_factory.mktemp("any") / "g"
     unified.write_graph(
-        path, iter(edge_index.split(7, 1)), num_nodes=num_nodes, memory=128 * most_bytes, positions=positions
+        path, iter(edge_index.split(7, 1)), num_nodes=num_nodes, memory=160 * most_bytes, positions=positions
     )
     same(unified.open_graph(path, verify=True), unified.Graph(edge_index, num_nodes))
 

@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,11 @@ import torch
 
 from penstock.arguments import checked
 from penstock.relational._domain import Domain
-from penstock.relational._edges import check_range, edges_of
+from penstock.relational._edges import Edges, check_range, edges_of
 from penstock.relational._indexes import Indexes
 from penstock.relational._registry import Guard, register
 from penstock.relational._saved import load_graph, save_graph
-from penstock.tiers import Budget
+from penstock.tiers import Budget, Size
 
 
 class RelationalGraph:
@@ -42,7 +42,10 @@ class RelationalGraph:
         node_type: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
         num_node_types: int | None = None,
     ):
-        edges = edges_of(edge_index, edge_type, num_nodes, num_edge_types, node_type, num_node_types)
+        self.take(edges_of(edge_index, edge_type, num_nodes, num_edge_types, node_type, num_node_types))
+
+    def take(self, edges: Edges) -> None:
+        """Become the graph of these edges."""
         self.indexes = Indexes(edges)
         """The indexes built so far."""
         self.device, self.num_edges, self.is_block = edges.device, edges.num_edges, edges.is_block
@@ -55,6 +58,13 @@ class RelationalGraph:
         self.number = register(self)
         self.name = str(self.number)
         """The graph's number as text, for arguments of operators."""
+
+    @classmethod
+    def of_edges(cls, edges: Edges) -> "RelationalGraph":
+        """Make a graph of edges that were checked before; they are not copied."""
+        graph = cls.__new__(cls)
+        graph.take(edges)
+        return graph
 
     @classmethod
     @checked("RelationalGraph.from_types({('a', 'to', 'b'): edge_index}, {'a': 10, 'b': 20})")
@@ -145,6 +155,30 @@ class RelationalGraph:
     def load(cls, path: str | Path) -> "RelationalGraph":
         """Return the graph that `save` wrote, on the CPU. Raises ``ValueError`` for any other file."""
         return load_graph(cls, Path(path))
+
+    @staticmethod
+    @checked("RelationalGraph.stream('edges.graph', budget='1GiB')")
+    def stream(
+        path: str | Path,
+        *,
+        budget: Size | Budget = "1GiB",
+        node_counts: Sequence[int] | Mapping[str, int] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> "RelationalGraph":
+        """Return a graph whose edges stay in a file of `penstock.unified.write_graph`, with types.
+
+        Layers take it as they take a graph in memory, with the same results up to rounding. They go through the edges
+        block by block: blocks are as large as ``budget`` allows for all that a layer needs at once of edges, indexes,
+        rows and intermediate values, in forward and backward. It is a size, or an account that rooms share, of which
+        it then takes what is free on the device. What a layer reads and returns for all nodes is not counted.
+
+        ``node_counts``: the number of nodes of each node type, by name or in order; nodes are numbered type by type.
+        ``device``: the device of the tensors that layers get. Raises what `penstock.unified.open_graph` raises, and
+        ``ValueError`` for counts that are not those of the file.
+        """
+        from penstock.relational._stream_graph import StreamedGraph  # it is a graph
+
+        return StreamedGraph(Path(path), budget, node_counts, torch.empty(0, device=device).device)
 
     @property
     def num_nodes(self) -> int | tuple[int, int]:

@@ -121,7 +121,7 @@ class HGTConv(nn.Module):
         check_relations(graph, len(self.edge_types))
         if graph.num_node_types != len(self.node_types):
             raise ValueError(f"the layer has {len(self.node_types)} node types, but {graph} has {graph.num_node_types}")
-        names = (list(graph.node_type_names), list(graph.edge_type_names))
+        names = (list(graph.node_type_names), list(graph.edge_type_names) or self.edge_types)
         if graph.node_type_names and names != (self.node_types, self.edge_types):
             raise ValueError(
                 f"the graph must have the node and edge types of the layer in the same order, {self.node_types} and "

@@ -6,7 +6,7 @@ need only one product with that type's matrix. Edges keep the caller's order: ed
 
 import ctypes
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -55,6 +55,8 @@ class Indexes:
         self.edges = edges
         self.kept = Kept(edges.device)
         """Built values, by the kind of thing (such as "order") and the domains."""
+        self.family: int | None = None
+        """Number of the graph whose block this is: its blocks run the same programs; ``None`` for a whole graph."""
 
     def count(self, domain: Domain) -> int:
         """Return the number of rows of the domain."""
@@ -147,6 +149,17 @@ class Indexes:
         pairs = {key[1]: value for key, value in kept.items() if key[0] == "pairs" and EDGES[key[1]] is Domain.EDGE}
         orders = {key[1:]: value for key, value in kept.items() if key[0] == "order"}
         return pairs, {key: value for key, value in orders.items() if not (OF_COVERS | _SUBSETS) & set(key)}
+
+    def build(self, keys: Iterable[tuple[Any, ...]]) -> None:
+        """Build what has these keys in another graph's `Kept`, but for what emitters derive."""
+        for kind, *rest in keys:
+            match kind:
+                case "pairs":
+                    self.pairs(*rest)
+                case "order":
+                    self.order(*rest)
+                case "in order":
+                    self.index_in_order(*rest)
 
     def take_pairs(self, domain: Domain, pairs: Pairs) -> None:
         """Take pairs that were built before."""
@@ -273,6 +286,11 @@ class Kept:
         """Return the values made so far."""
         with self.lock:
             return dict(self._values)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the values in bytes."""
+        return _size_bytes(self.snapshot())
 
     def charge_to(self, budget: Budget, *more: torch.Tensor) -> None:
         """Charge the values, and more tensors, to another account, until the object is garbage-collected."""

@@ -10,15 +10,16 @@ from penstock.relational._graph import RelationalGraph
 from penstock.relational._language import LayerGraph, Value, dot, leaky_relu, softmax
 from penstock.relational._rgcn import check_features, check_relations, glorot
 from penstock.relational._run import layer
+from penstock.relational._stream_graph import StreamedGraph
 
 
 @layer
 def _composed(
-    g: LayerGraph, x: Any, relation: Any, norm: Any, is_inverse: Any, forth: Any, back: Any, multiplies: bool
+    g: LayerGraph, x: Any, relation: Any, scale: Any, is_inverse: Any, forth: Any, back: Any, multiplies: bool
 ) -> Value:
     for e in g.edges():
         composed = x[e.src] * relation[e.etype] if multiplies else x[e.src] - relation[e.etype]
-        message = norm[e] * composed
+        message = scale[e.src] * scale[e.dst] * composed
     for n in g.nodes():
         inverse = n.sum(is_inverse[e.etype] * message)
         total = n.sum(message) - inverse
@@ -58,13 +59,10 @@ class CompGCNConv(nn.Module):
         if not isinstance(relation, torch.Tensor):
             raise must_be("relation", "a torch.Tensor [2 * num_relations, in]", relation, "conv(x, relation, graph)")
         check_relations(graph, 2 * self.num_relations)
-        degree = graph.in_degrees().clamp(min=1).to(x.dtype).rsqrt()
-        source, target = graph.edge_index
+        scale = graph.in_degrees().clamp(min=1).to(x.dtype).rsqrt()
         is_inverse = (torch.arange(2 * self.num_relations, device=x.device) >= self.num_relations).to(x.dtype)
         multiplies = self.composition == "multiply"
-        result = _composed(
-            graph, x, relation, degree[source] * degree[target], is_inverse, self.forth, self.back, multiplies
-        )
+        result = _composed(graph, x, relation, scale, is_inverse, self.forth, self.back, multiplies)
         own = x * self.loop_relation if multiplies else x - self.loop_relation
         return (result + own @ self.loop) / 3, relation @ self.relate
 
@@ -109,11 +107,13 @@ class SimpleHGNConv(nn.Module):
 
 
 @layer
-def _mean(g: LayerGraph, x: Any, weight: Any) -> Value:
+def _mean(g: LayerGraph, x: Any, weight: Any, own: Any = None) -> Value:
     for e in g.edges():
         message = x[e.src] @ weight[e.etype]
     for n in g.nodes():
         mean = n.mean(message)
+        if own is not None:
+            mean = mean + x[n] @ own
     return mean
 
 
@@ -138,5 +138,8 @@ class RGraphSAGEConv(nn.Module):
         """Map ``[num_sources, in]`` to ``[num_targets, out]``; in a block, the targets come first among the sources."""
         check_features(x, len(self.own))
         check_relations(graph, self.num_relations)
-        result = _mean(graph, x, self.weight) + x[: graph.num_targets] @ self.own + self.bias
+        if isinstance(graph, StreamedGraph):  # whose rows may be on tiers, which are read block by block
+            result = _mean(graph, x, self.weight, self.own) + self.bias
+        else:
+            result = _mean(graph, x, self.weight) + x[: graph.num_targets] @ self.own + self.bias
         return nn.functional.normalize(result, dim=-1) if self.normalize else result

@@ -15,6 +15,12 @@ from penstock.errors import DoubleBackwardError
 from penstock.relational._differentiate import GRADIENT, KEPT
 from penstock.relational._registry import registered
 
+NO_SECOND_DERIVATIVE = (
+    "a relational layer cannot be differentiated twice; use torch.autograd.grad without create_graph=True, or write "
+    "the layer in plain PyTorch"
+)
+"""Message of the error for ``create_graph=True``."""
+
 
 def run_layer(tensors: Sequence[torch.Tensor], program: int, graph: int, num_outputs: int) -> list[torch.Tensor]:
     """Call the operator: return the layer's outputs, then what backward needs.
@@ -116,10 +122,7 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _refuse(ctx: Any, *gradients: Any) -> Any:
     del ctx, gradients
-    raise DoubleBackwardError(
-        "a relational layer cannot be differentiated twice; use torch.autograd.grad without create_graph=True, or "
-        "write the layer in plain PyTorch"
-    )
+    raise DoubleBackwardError(NO_SECOND_DERIVATIVE)
 
 
 def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> Any:

@@ -10,6 +10,7 @@ from penstock.relational._graph import RelationalGraph, graph_of
 from penstock.relational._language import LayerGraph, Value, dropout, leaky_relu, softmax
 from penstock.relational._rgcn import check_features, check_more, check_relations, glorot
 from penstock.relational._run import layer
+from penstock.relational._stream_graph import StreamedGraph
 
 
 @layer
@@ -29,7 +30,8 @@ def _attention(
     mod: str | None,
     heads: int,
     dim: int,
-) -> tuple[Value, Value]:
+    returns_shares: bool,
+) -> tuple[Value, ...]:
     for e in g.edges():
         source = x[e.src] @ weight[e.etype]
         target = x[e.dst] @ weight[e.etype]
@@ -52,7 +54,7 @@ def _attention(
             message = (factor if added is None else factor + added) * source.reshape(heads, 1, -1)
     for n in g.nodes():
         total = n.sum(message)
-    return total, share
+    return (total, share) if returns_shares else (total,)
 
 
 class RGATConv(nn.Module):
@@ -153,16 +155,19 @@ class RGATConv(nn.Module):
         check_more(graph, edge_attr=edge_attr)
         if not isinstance(return_attention_weights, bool | None):
             raise must_be("return_attention_weights", "True, False or None", return_attention_weights, "conv(x, graph)")
-        result, share = _attention(
+        # in memory, shares that are results need not be kept for backward; edges of a stream are never all in memory
+        returns_shares = return_attention_weights is not None or not isinstance(graph, StreamedGraph)
+        result, *shares = _attention(
             graph, x, self._weight(), self.q, self.k, self._edge_score(edge_attr, graph),
             self.w if self.mod == "additive" else None, self.attention_per_relation,
             self.attention_mode.startswith("additive"), self.attention_mechanism == "within-relation",
             self.negative_slope, self.dropout if self.training else 0.0, self.mod, self.heads, self.dim,
+            returns_shares,
         )  # fmt: skip
         result = self._modified(result.reshape(len(result), self.heads, self.dim, self.out_channels), x, graph)
         result = result.flatten(1) if self.concat else result.mean(1).flatten(1)
         result = result if self.bias is None else result + self.bias
-        return result if return_attention_weights is None else (result, (graph.edge_index, share))
+        return result if return_attention_weights is None else (result, (graph.edge_index, shares[0]))
 
     def _add_parameters(self, bias: bool) -> None:
         width = self.heads * self.out_channels

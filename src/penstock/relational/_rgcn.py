@@ -9,10 +9,13 @@ from penstock.arguments import checked, must_be
 from penstock.relational._graph import RelationalGraph, graph_of
 from penstock.relational._language import LayerGraph, Value
 from penstock.relational._run import layer
+from penstock.relational._stream_graph import StreamedGraph
 
 
 @layer
-def _messages(g: LayerGraph, x: Any, weight: Any, norm: Any, mean: bool, is_table: bool) -> Value:  # any: symbols
+def _messages(
+    g: LayerGraph, x: Any, weight: Any, norm: Any, mean: bool, is_table: bool, root: Any = None
+) -> Value:  # any: symbols
     for e in g.edges():
         message = x[e.src, e.etype] if is_table else x[e.src] @ weight[e.etype]
         if norm is not None:
@@ -21,6 +24,8 @@ def _messages(g: LayerGraph, x: Any, weight: Any, norm: Any, mean: bool, is_tabl
             message = (1 / e.siblings()) * message
     for n in g.nodes():
         total = n.sum(message)
+        if root is not None:
+            total = total + x[n] @ root
     return total
 
 
@@ -116,8 +121,10 @@ class RGCNConv(nn.Module):
         if target is None:
             target = source
         target = target[: graph.num_targets] if graph.is_block else target
-        result = self._sum(source, graph, edge_norm)
-        if self.root is not None:
+        # rows of a stream may be on tiers, which are read block by block
+        has_root_inside = isinstance(graph, StreamedGraph) and source.dtype != torch.int64 and self.num_blocks is None
+        result = self._sum(source, graph, edge_norm, target if has_root_inside else None)
+        if self.root is not None and not has_root_inside:
             result = result + (self.root[target] if target.dtype == torch.int64 else target @ self.root)
         return result if self.bias is None else result + self.bias
 
@@ -136,7 +143,14 @@ class RGCNConv(nn.Module):
         sizes = num_sources if source is target else (num_sources, num_targets)
         return graph_of(graph, edge_type, sizes, self.num_relations)
 
-    def _sum(self, source: torch.Tensor, graph: RelationalGraph, norm: torch.Tensor | None) -> torch.Tensor:
+    def _sum(
+        self,
+        source: torch.Tensor,
+        graph: RelationalGraph,
+        norm: torch.Tensor | None,
+        target: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the sum of messages; with ``target``, plus what nodes send to themselves."""
         weight: torch.Tensor = self.weight
         is_mean = self.aggr == "mean"
         if self.comp is not None:
@@ -147,12 +161,17 @@ class RGCNConv(nn.Module):
                     "num_blocks needs features, because a block-diagonal weight has no complete rows to look up; give "
                     "`x` in float"
                 )
-            nodes, types = graph.pairs()
-            table = weight.reshape(-1, self.out_channels)[types * weight.shape[1] + source[nodes]]
+            if isinstance(graph, StreamedGraph):
+                table = weight[:, source].flatten(0, 1)
+            else:
+                nodes, types = graph.pairs()
+                table = weight.reshape(-1, self.out_channels)[types * weight.shape[1] + source[nodes]]
             result: torch.Tensor = _messages(graph, table, None, norm, is_mean, True)
             return result
         if self.num_blocks is not None:
             source = source.view(len(source), self.num_blocks, -1)
+        if target is not None:
+            return _messages(graph, (source, target), weight, norm, is_mean, False, self.root)  # type: ignore[no-any-return]
         result = _messages(graph, source, weight, norm, is_mean, False)
         return result.reshape(len(result), self.out_channels)
 

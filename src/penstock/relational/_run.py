@@ -30,6 +30,7 @@ from penstock.relational._operator import run_layer
 from penstock.relational._registry import Guard, register, registered
 from penstock.relational._reuse import reuse_sums
 from penstock.relational._steps import Compiled
+from penstock.relational._stream_graph import StreamedGraph
 
 Emitter = Literal["auto", "c", "triton", "eager"]
 
@@ -122,6 +123,16 @@ class Layer:
 
     def __call__(self, graph: RelationalGraph, *args: Any, **kwargs: Any) -> Any:  # any: tensors and constants
         tensors, constants = self._sorted(graph, args, kwargs)
+        if isinstance(graph, StreamedGraph):
+            from penstock.relational._stream_run import run_streamed  # it calls layers
+
+            return run_streamed(self, graph, tensors, constants)
+        return self.compute(graph, tensors, constants)
+
+    def compute(
+        self, graph: RelationalGraph, tensors: "dict[str, Ends]", constants: dict[str, Any], seed: int | None = None
+    ) -> Any:
+        """Return a call's results from its sorted arguments; ``seed`` is that of dropout, drawn if it is not given."""
         descriptions = tuple((name, *(_description(tensor) for tensor in pair)) for name, pair in tensors.items())
         for name, pair in tensors.items():
             for tensor in pair:
@@ -137,7 +148,8 @@ class Layer:
         flat = []
         for name, end, has_rows in inputs:
             if name == SEED:
-                flat.append(torch.randint(2**31, (1,), dtype=torch.int64, device="cpu"))
+                drawn = torch.randint(2**31, (1,), device="cpu") if seed is None else torch.tensor([seed], device="cpu")
+                flat.append(drawn)
             else:
                 tensor = tensors[name][end]
                 flat.append((tensor if has_rows else tensor.unsqueeze(0)).to(dtype))
@@ -181,6 +193,17 @@ class Layer:
         compiled = _compiled_program(self, graph, traced, descriptions, is_grad_enabled=True, is_unified=is_unified)
         parts = [executor.compiled for executor in (compiled.forward, compiled.backward)]
         return "\n\n".join(part.source for part in parts if part is not None)
+
+    def trace_of(self, tensors: "Mapping[str, Ends]", constants: dict[str, Any]) -> "Traced":
+        """Return the layer's program for tensors with rows of these shapes."""
+        return self._trace(_descriptions(tensors), constants)
+
+    def program_of(
+        self, graph: RelationalGraph, tensors: "Mapping[str, Ends]", constants: dict[str, Any], *, is_trained: bool
+    ) -> "CompiledProgram":
+        """Return what the layer is compiled to for a graph; the tensors' numbers of rows do not matter."""
+        descriptions, traced = _descriptions(tensors), self.trace_of(tensors, constants)
+        return _compiled_program(self, graph, traced, descriptions, is_grad_enabled=is_trained, is_unified=False)
 
     def _asked(
         self, graph: RelationalGraph, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -269,6 +292,8 @@ class Layer:
 
 Description = tuple[tuple[int, ...], torch.dtype, bool]
 """A tensor's shape, dtype, and whether it needs a gradient."""
+Ends = tuple[torch.Tensor, torch.Tensor]
+"""A tensor for sources and one for targets; the same if one serves both."""
 
 
 class Traced:
@@ -277,6 +302,8 @@ class Traced:
     def __init__(self, program: Program, domains: tuple[Domain, ...], num_returned: int):
         self.program, self.domains, self.num_returned = program, domains, num_returned
         self.programs: dict[Any, CompiledProgram] = {}
+        self.choices: dict[Any, GraphChoices] = {}
+        """Choices for the blocks of a graph, which are those for its first."""
         self.lock = Guard()
 
     @functools.cached_property
@@ -457,7 +484,10 @@ class GraphChoices:
 def _choices(
     options: Options, graph: RelationalGraph, traced: Traced, dtype: torch.dtype, *, is_trained: bool
 ) -> GraphChoices:
-    indexes = graph.indexes
+    indexes, num_threads = graph.indexes, torch.get_num_threads()
+    of_family = (indexes.family, options, dtype, is_trained, num_threads)
+    if indexes.family is not None and of_family in traced.choices:
+        return traced.choices[of_family]
     at_source, at_target = (indexes.count(domain) for domain in (Domain.SOURCE_AND_TYPE, Domain.TARGET_AND_TYPE))
     # Training keeps the sums for backward; in inference they never exist.
     pays = 0.9 if is_trained else 1.25
@@ -466,14 +496,14 @@ def _choices(
     is_on_cpu = indexes.has_cover and _chosen(options.emitter, dtype, graph.device) != "triton"
     may_cover = options.cover and options.compact and is_on_cpu and traced.can_cover
     is_covered = may_cover and indexes.cover().num_rows <= PAYS * num_pairs
-    num_threads = torch.get_num_threads()
-    return GraphChoices(
+    choices = GraphChoices(
         pays,
         ratio,
         num_parts=column_parts(graph.num_edges, num_pairs, num_threads),
         with_outers=has_room_for_outers(num_pairs, graph.num_edge_types, num_threads),
         is_covered=is_covered,
     )
+    return choices if indexes.family is None else traced.choices.setdefault(of_family, choices)
 
 
 def _pipeline(
@@ -537,6 +567,10 @@ def _dtype(
 def _description(tensor: torch.Tensor) -> Description:
     shape = tuple(operator.index(size) for size in tensor.shape)  # torch.compile's symbols become numbers
     return shape, tensor.dtype, tensor.requires_grad
+
+
+def _descriptions(tensors: Mapping[str, Ends]) -> dict[str, tuple[Description, Description]]:
+    return {name: (_description(source), _description(target)) for name, (source, target) in tensors.items()}
 
 
 def _of_targets(tensor: torch.Tensor, graph: RelationalGraph) -> torch.Tensor:

@@ -68,7 +68,7 @@ class Compiled(ABC):
                     call.scatter(step, self.kernels[number])
                 case _:
                     call.whole(step.place)
-            for place in self._last_use.get(number, ()):
+            for place in self.last_uses.get(number, ()):
                 call.forget(place)
         return [call.value(place) for place in program.outputs]
 
@@ -115,10 +115,11 @@ class Compiled(ABC):
             for place in reads(program, step):
                 last[place] = number
         kept = {name for place in program.outputs for name in program.names(place)}
-        self._last_use: dict[int, list[int]] = {}
+        self.last_uses: dict[int, list[int]] = {}
+        """Values that may be dropped after each step."""
         for place, number in last.items():
             if place not in kept:
-                self._last_use.setdefault(number, []).append(place)
+                self.last_uses.setdefault(number, []).append(place)
 
 
 class ProgramCall(ABC):
@@ -133,7 +134,7 @@ class ProgramCall(ABC):
         self._own: set[int] = set()
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         """Memory of dropped values by size and dtype, for reuse: new memory costs page faults."""
-        results = (place for step in compiled.lowered.steps for place in _made(step) if place in self.stored)
+        results = (place for step in compiled.lowered.steps for place in results_of(step) if place in self.stored)
         self._to_make = Counter(map(self._size, results))
         """Number of values of each size that are still to be made."""
 
@@ -236,7 +237,7 @@ def _share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
     return first.numel() > 0 and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
-def _made(step: Step) -> Sequence[int]:
+def results_of(step: Step) -> Sequence[int]:
     """Return the values that take memory from `ProgramCall.make`, if they are stored."""
     match step:
         case Traversal():

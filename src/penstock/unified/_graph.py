@@ -53,6 +53,10 @@ class Graph:
     """Source of each edge, ``[edges]``; ``int32`` if node numbers fit, else ``int64``."""
     positions: torch.Tensor | None
     """Number of each edge in ``edge_index``, ``int64 [edges]``; ``None`` if the order is the same."""
+    types: torch.Tensor | None = None
+    """Type of each edge in the order of ``sources``, ``uint8`` or ``int32 [edges]``, if a file has them."""
+    num_types: int = 1
+    """Number of edge types."""
     num_nodes: int
     """Number of targets, including isolated ones."""
     num_sources: int
@@ -100,7 +104,8 @@ class Graph:
     @property
     def nbytes(self) -> int:
         """Size of the arrays in bytes."""
-        return sum(array.nbytes for array in (self.starts, self.sources, self.positions) if array is not None)
+        arrays = (self.starts, self.sources, self.positions, self.types)
+        return sum(array.nbytes for array in arrays if array is not None)
 
     def degrees(self) -> torch.Tensor:
         """Return the number of edges that enter each node, ``int64 [nodes]``."""

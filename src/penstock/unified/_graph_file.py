@@ -52,6 +52,10 @@ class GraphHeader:
     """Bytes of a source's number."""
     has_positions: bool
     """Whether the file says the number of each edge as it was given."""
+    num_types: int = 1
+    """Number of edge types."""
+    type_bytes: int = 0
+    """Bytes of an edge's type; 0 if the file has no types."""
     checksums_crc: int = 0
     """CRC-32 of the checksums."""
 
@@ -59,7 +63,8 @@ class GraphHeader:
         """Return where each array begins and ends, and the checksums."""
         position_bytes = 8 * self.num_edges if self.has_positions else 0
         places, begin = [], PAGE_BYTES
-        for size_bytes in (8 * (self.num_nodes + 1), self.source_bytes * self.num_edges, position_bytes):
+        type_bytes = self.type_bytes * self.num_edges
+        for size_bytes in (8 * (self.num_nodes + 1), self.source_bytes * self.num_edges, position_bytes, type_bytes):
             places.append((begin, begin + size_bytes))
             begin = -(-(begin + size_bytes) // PAGE_BYTES) * PAGE_BYTES
         num_chunks = -(-(begin - PAGE_BYTES) // _CHUNK_BYTES)
@@ -113,6 +118,10 @@ def _opened(path: Path, *, verify: bool, alive: Callable[[], None] = lambda: Non
     graph.starts = _mapped(pages, *ends[0], np.int64)
     graph.sources = _mapped(pages, *ends[1], sources)
     graph.positions = _mapped(pages, *ends[2], np.int64) if header.has_positions else None
+    graph.types = (
+        _mapped(pages, *ends[3], np.uint8 if header.type_bytes == 1 else np.int32) if header.type_bytes else None
+    )
+    graph.num_types = header.num_types
     graph.ahead = ReadAhead(is_told)
     if int(graph.starts[0]) or int(graph.starts[-1]) != header.num_edges:
         refuse(path, "its first array does not go from 0 to the number of edges")
