@@ -10,7 +10,7 @@ import torch
 from relational_layers import rand, random_graph, rgat, rgcn, summed, tensors
 
 from penstock.errors import DoubleBackwardError
-from penstock.relational import RelationalGraph, RGCNConv, layer
+from penstock.relational import RelationalGraph, RGCNConv, dot, layer, softmax
 
 GRAPH = 20, 80, 4
 
@@ -247,3 +247,35 @@ def test_a_block_does_not_read_targets_at_sources(emitter):
     block = RelationalGraph(torch.tensor([[0, 11], [1, 4]]), num_nodes=(12, 5))
     with pytest.raises(ValueError, match="in a block sources and targets are different nodes"):
         two_steps.with_options(emitter=emitter)(block, rand(12, 2))
+
+
+@pytest.mark.parametrize("emitter", ["eager", "c"])
+def test_dots_take_their_products_at_targets_if_these_are_few(emitter):
+    @layer
+    def scored(g, key, query, value, weight):
+        for e in g.edges():
+            share = softmax(dot(key[e.src] @ weight[e.etype], query[e.dst]))
+        for n in g.nodes():
+            total = n.sum(share.unsqueeze(-1) * value[e.src])
+        return total
+
+    generator = torch.Generator().manual_seed(0)
+    ends = [torch.randint(0, count, (600,), generator=generator) for count in (400, 5)]
+    types = torch.randint(0, 3, (600,), generator=generator)
+    shapes = {"key": (400, 2, 4), "query": (5, 2, 4), "value": (400, 2, 4), "weight": (3, 2, 4, 4)}
+    graph = RelationalGraph(torch.stack(ends), types, num_nodes=(400, 5))
+    answers = []
+    for reorders in (True, False):
+        leaves = {
+            name: torch.randn(
+                *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(number)
+            ).requires_grad_()
+            for number, (name, shape) in enumerate(shapes.items())
+        }
+        own = scored.with_options(emitter=emitter, reorder=reorders)
+        assert ("dots at targets" in own.explain(graph, **leaves)) is reorders
+        result = own(graph, **leaves)
+        result.square().sum().backward()
+        answers.append([result, *(leaf.grad for leaf in leaves.values())])
+    for ours, theirs in zip(*answers, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)

@@ -1,16 +1,20 @@
 """Layers on graphs whose edges stay in a file: the same results and gradients as in memory, within a budget."""
 
 import copy
+import gc
 import pickle
 import subprocess
 import sys
 import textwrap
+import weakref
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
+import penstock
 from penstock import unified
 from penstock.errors import BudgetError, DoubleBackwardError
 from penstock.relational import (
@@ -22,7 +26,6 @@ from penstock.relational import (
     RGraphSAGEConv,
     SimpleHGNConv,
     _stream_graph,
-    _stream_run,
     layer,
     maximum,
     softmax,
@@ -62,13 +65,13 @@ def stream(request, path):
 
 def cuts_of(stream):
     """Return the blocks of all layers that have been through a graph."""
-    return [cut for cuts in _stream_run._cuts.get(stream, {}).values() for cut in cuts._cuts or ()]
+    return [cut for cuts in stream.work.blocks.values() for cut in cuts._cuts or ()]
 
 
 def check_cuts(stream):
     """Raise unless a graph was cut as its budget is meant to."""
     cuts = cuts_of(stream)
-    has_parts, num_layers = any(cut.parts for cut in cuts), len(_stream_run._cuts[stream])
+    has_parts, num_layers = any(cut.parts for cut in cuts), len(stream.work.blocks)
     if stream.limit_bytes > 2**20:
         assert not has_parts and len(cuts) == num_layers
     else:
@@ -338,7 +341,7 @@ def test_blocks_keep_within_the_budget(name, path):
     for budget in (40_000, 100_000, 400_000):
         stream = RelationalGraph.stream(path, budget=budget)
         conv(drawn(N, W), stream).sum().backward()
-        (cuts,) = _stream_run._cuts[stream].values()
+        (cuts,) = stream.work.blocks.values()
         for cut in cuts._cuts:
             blocks = [cuts._block(cut)] if not cut.parts else cuts.parts(cut)
             assert all(cuts.bytes_of(block) <= budget for block in blocks)
@@ -448,6 +451,31 @@ def test_compiled_models_break_their_graph_at_a_stream(graph, path):
     conv = CONVS["RGCN"]().double()
     compiled = torch.compile(lambda x: conv(x, stream).relu(), backend="eager")
     check_same(trained(compiled, drawn(N, W)), trained(lambda x: conv(x, graph).relu(), drawn(N, W)))
+
+
+def test_inside_of_checkpoints_and_offloading(graph, path, tmp_path):
+    stream = RelationalGraph.stream(path, budget="120KiB")
+    torch.manual_seed(0)
+    convs = torch.nn.ModuleList([CONVS["RGCN"](), CONVS["RGAT"]()]).double()
+    theirs = trained(lambda x: convs[1](convs[0](x, graph), graph), drawn(N, W))
+
+    def recomputed(x):
+        return checkpoint(lambda rows: convs[1](convs[0](rows, stream), stream), x, use_reentrant=False)
+
+    check_same(trained(recomputed, drawn(N, W)), theirs)
+    offloader = penstock.offload.activations(convs, disk=tmp_path, min_size=1)
+    for _ in range(2):
+        with offloader:
+            check_same(trained(lambda x: convs[1](convs[0](x, stream), stream), drawn(N, W)), theirs)
+
+
+def test_a_graph_and_its_layers_are_freed(path):
+    stream, conv = RelationalGraph.stream(path, budget="120KiB"), CONVS["RGCN"]().double()
+    conv(drawn(N, W), stream).sum().backward()
+    alive = weakref.ref(stream)
+    del stream
+    gc.collect()
+    assert alive() is None
 
 
 CAPPED = """

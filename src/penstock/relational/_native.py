@@ -27,8 +27,6 @@ _PROCESS = os.getpid()
 """The process that may use OpenMP's threads: they do not survive a fork, so children use one thread."""
 _EDGES_A_PRODUCT = 8
 """Number of rows that can be summed in about the time of multiplying one."""
-_FEW_ROWS = 2048
-"""Number of rows up to which a product runs on one thread."""
 DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 
 
@@ -208,7 +206,7 @@ class _CCall(ProgramCall):
                 self.make(place)
         tables = [self._table_of(place) for place in computed]
         sums = [self._sum_of(part, step.over, computed) for part in step.sums]
-        num_threads = self.num_threads if indexes.count(step.over) > _FEW_ROWS else 1
+        num_threads = self.num_threads
         outers = [self._outer_of(place, computed, num_threads) for place in step.outers]
         borders = indexes.remember(
             ("borders", step.over, num_threads, kernel is None),

@@ -4,6 +4,8 @@
   once for every pair that occurs (Hector, section 3.2: compact materialization).
 - `reorder`: replaces a dot with a transformed row by a dot of the row with a transformed vector (Hector: linear
   operator reordering); the row's product disappears if nothing else needs it.
+- `dot_at_targets`: replaces a dot of a transformed source with a target by one of the source with a transformed target,
+  if that leaves fewer rows to transform.
 - `sum_first`: replaces a sum of transformed rows by a transformed sum, if that leaves fewer rows to transform.
 - `unify`: on graphs whose targets are its sources, computes once what is the same for both ends.
 
@@ -136,6 +138,52 @@ def _matmul(builder: Builder, left: int, right: int, *, transposed: bool) -> int
     shape = matmul_shape(builder[left].shape, builder[right].shape, transposed=transposed)
     domain = common([builder[left].domain, builder[right].domain])
     return builder.add(Matmul(domain=domain, shape=shape, operands=(left, right), transposed=transposed))
+
+
+def dot_at_targets(program: Program) -> Program:
+    """Rewrite ``dot(x @ w, y)`` as ``dot(x, y @ w.T)``, where ``x`` belongs to sources and ``y`` to targets.
+
+    Then there is a product for each target and type, instead of each source and type. It is done if nothing else reads
+    ``x @ w``.
+    """
+    readers, builder, places = program.readers(), Builder(), list[int]()
+    for place, operation in enumerate(program.operations):
+        product = _product_of_dot(program, readers, place)
+        if product is None:
+            places.append(builder.add(rewritten(operation, places)))
+        else:
+            places.append(_dot_at_target(program, builder, operation, product, places))
+    return builder.program(places[output] for output in program.outputs)
+
+
+def _product_of_dot(program: Program, readers: list[list[int]], place: int) -> int | None:
+    """Return the operand of a dot that is a product at sources, and may be one at targets."""
+    operation = program[place]
+    if not isinstance(operation, Dot) or operation.operands[0] == operation.operands[1]:
+        return None
+    for product, other in (operation.operands, operation.operands[::-1]):
+        matmul, vector = program[product], program[other]
+        if (
+            isinstance(matmul, Matmul)
+            and matmul.domain is Domain.SOURCE_AND_TYPE
+            and readers[product] == [place]
+            and product not in program.outputs
+            and vector.domain is Domain.TARGET
+            and program[matmul.operands[1]].domain in OF_TYPES
+            and len(vector.shape) == len(matmul.shape)
+        ):
+            return product
+    return None
+
+
+def _dot_at_target(program: Program, builder: Builder, operation: Operation, product: int, places: list[int]) -> int:
+    matmul = program[product]
+    assert isinstance(matmul, Matmul)
+    row, matrix = (places[operand] for operand in matmul.operands)
+    vector = places[next(operand for operand in operation.operands if operand != product)]
+    moved = _matmul(builder, vector, matrix, transposed=not matmul.transposed)
+    shape = broadcast(builder[row].shape, builder[moved].shape)[:-1]
+    return builder.add(Dot(domain=operation.domain, shape=shape, operands=(row, moved)))
 
 
 def thin(program: Program) -> Program:

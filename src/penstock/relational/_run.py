@@ -479,6 +479,8 @@ class GraphChoices:
     """Whether sums of outer products are fused, as `fuse` takes it."""
     is_covered: bool
     """Whether each edge chooses an end."""
+    has_dots_at_targets: bool
+    """Whether there are so few pairs of targets that dots take products there."""
 
 
 def _choices(
@@ -502,6 +504,7 @@ def _choices(
         num_parts=column_parts(graph.num_edges, num_pairs, num_threads),
         with_outers=has_room_for_outers(num_pairs, graph.num_edge_types, num_threads),
         is_covered=is_covered,
+        has_dots_at_targets=options.reorder and at_target <= _FEWER * at_source,
     )
     return choices if indexes.family is None else traced.choices.setdefault(of_family, choices)
 
@@ -518,6 +521,8 @@ def _pipeline(
         passes.append(("sum first", lambda program: _passes.sum_first(program, graph.indexes.count, choices.pays)))
     if options.reorder:
         passes.append(("reorder", _passes.reorder))
+    if choices.has_dots_at_targets:
+        passes.append(("dots at targets", _passes.dot_at_targets))
     if is_unified:  # not for blocks, whose ends are different nodes
         passes.append(("unify", _passes.unify))
     passes.append(("outputs' rows", lambda program: _passes.widened(program, domains)))
@@ -580,5 +585,7 @@ def _of_targets(tensor: torch.Tensor, graph: RelationalGraph) -> torch.Tensor:
     return tensor
 
 
+_FEWER = 0.8
+"""Share of the pairs of sources up to which pairs of targets are few enough to take products there instead."""
 _OF_TARGETS = frozenset({Domain.TARGET, Domain.TARGET_TYPE})
 _TWIN = {Domain.TARGET: Domain.SOURCE, Domain.TARGET_TYPE: Domain.SOURCE_TYPE}

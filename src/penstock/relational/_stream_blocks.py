@@ -72,7 +72,7 @@ class LayerBlocks:
         """Note which indexes the layer has built for a block, so that they are built in advance for the next ones."""
         kept = block.graph.indexes.kept
         if len(kept.snapshot()) > len(self._keys):
-            self._keys = tuple(kept.snapshot())
+            self._keys = _read_keys(tuple(kept.snapshot()))
             # forward builds some of the indexes only, and comes first
             least = float(_INDEX_BYTES) if self._compiled.wanted else 0.0
             self._index_bytes = max(least, _index_bytes(block) / max(1, block.graph.num_edges))
@@ -148,6 +148,12 @@ class LayerBlocks:
         inputs = input_bytes(compiled.program, rows, self._item_bytes)
         indexes = max(int(self._index_bytes * block.graph.num_edges), _index_bytes(block))
         return 2 * indexes + inputs + step_bytes(compiled, rows, self._num_threads)
+
+
+def _read_keys(keys: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the keys of indexes without pairs that no other index is made of: only choices of programs needed them."""
+    others = [key for key in keys if key[0] != "pairs"]
+    return tuple(key for key in keys if key[0] != "pairs" or any(key[1] in other for other in others))
 
 
 def _index_bytes(block: StreamBlock) -> int:

@@ -310,12 +310,14 @@ class PassTime(NamedTuple):
 
 
 class StreamWork:
-    """Counters of a streamed graph, which two threads add to."""
+    """The work on a streamed graph in this process: its blocks, and counters, which two threads add to."""
 
     def __init__(self) -> None:
         self.so_far = StreamStatistics()
         self.passes: deque[PassTime] = deque(maxlen=_MOST_PASSES)
         """The last passes."""
+        self.blocks: dict[Any, Any] = {}
+        """The blocks of each call that differs from the others in what they depend on."""
         self._lock = threading.Lock()
 
     def add(self, **counts: float) -> None:

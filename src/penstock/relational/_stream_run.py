@@ -25,8 +25,6 @@ from penstock.relational._stream_blocks import LayerBlocks, item_bytes_of
 from penstock.relational._stream_graph import Cut, PassTime, StreamBlock, StreamedGraph
 from penstock.tiers import HeapKeeper
 
-_cuts: "weakref.WeakKeyDictionary[StreamedGraph, dict[Any, LayerBlocks]]" = weakref.WeakKeyDictionary()
-"""The blocks of each layer on each graph, by all that they depend on."""
 _layers: "weakref.WeakKeyDictionary[Traced, Any]" = weakref.WeakKeyDictionary()
 """The stages of programs, as layers."""
 _SAMPLE_EDGES = 2**16
@@ -186,8 +184,15 @@ class _Pass:
         """Return the blocks of this call: the same for all calls like it."""
         wanted = tuple(is_trained and table.requires_grad for table in self.tables)
         shapes = tuple((table.shape[1:], table.dtype) for table in self.tables)
-        key = (self.layer, tuple(self.constants.items()), wanted, shapes, self.graph.limit_bytes, torch.get_num_threads())
-        known = _cuts.setdefault(self.graph, {})
+        key = (
+            self.layer,
+            tuple(self.constants.items()),
+            wanted,
+            shapes,
+            self.graph.limit_bytes,
+            torch.get_num_threads(),
+        )
+        known: dict[Any, LayerBlocks] = self.graph.work.blocks
         if key not in known:
             with_positions = any(argument.domain is Domain.EDGE for argument in self.inputs)
             size = min(_SAMPLE_EDGES, self.graph.limit_bytes // _SAMPLE_BYTES)
