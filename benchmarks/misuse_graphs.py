@@ -384,6 +384,10 @@ def _saved_graph(subject: relational.RelationalGraph) -> Path:
     return path
 
 
+def _written_graph() -> Path:
+    return unified.write_graph(Path("../out/edges.graph").resolve(), (edge_index(), torch.tensor(TYPES)), num_nodes=4)
+
+
 _CONV = {"in_channels": 8, "out_channels": 6, "num_relations": 2}
 _FORWARD: dict[str, Callable[[Any], Arguments]] = {"forward": lambda _: {"x": x(), "graph": typed()}}
 
@@ -402,10 +406,16 @@ USES |= {
             "load": lambda subject: {"path": _saved_graph(subject)},
             "save": lambda _: {"path": "../out/graph.pt"},
             "to": lambda _: {"device": "cpu"},
+            "stream": lambda _: {
+                "path": _written_graph(), "budget": "1MiB", "node_counts": [2, 2], "device": "cpu",
+            },
             "charge_to": lambda _: {"budget": __import__("penstock").tiers.Budget(host="1MiB")},
         },
         skips=frozenset(
-            {"from_pyg", "from_dgl", "count", "index", "index_in_order", "order", "segments", "remember"}
+            {
+                "from_pyg", "from_dgl", "count", "index", "index_in_order", "order", "segments", "remember", "of_edges",
+                "take",
+            }
         ),
     ),
     "relational.layer": Use(call=relational.layer, good=lambda _: {"function": copied_sums}, check=_layer),
@@ -414,6 +424,7 @@ USES |= {
         methods={
             name: lambda _: {"graph": typed(), "*args": (x(),)} for name in ("__call__", "costs", "explain", "source")
         },
+        skips=frozenset({"compute", "program_of", "trace_of"}),
     ),
     "relational.Options": Use(
         call=relational.Options,
