@@ -469,6 +469,33 @@ def test_inside_of_checkpoints_and_offloading(graph, path, tmp_path):
             check_same(trained(lambda x: convs[1](convs[0](x, stream), stream), drawn(N, W)), theirs)
 
 
+def test_what_backward_needs_is_only_held_by_autograd(path):
+    stream, x = RelationalGraph.stream(path, budget="120KiB"), drawn(N, W)
+    rows = x * 2
+    alive = weakref.ref(rows)
+    pack = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor)
+    with pack:
+        result = largest(stream, rows, drawn(TYPES, W, W, seed=2))
+    del rows
+    gc.collect()
+    assert alive() is None
+    result.sum().backward()
+    assert x.grad is not None
+
+
+def test_graphs_without_nodes_or_edges(tmp_path):
+    for num_nodes in (0, 5):
+        nothing = torch.empty(2, 0, dtype=torch.int64)
+        path = unified.write_graph(tmp_path / "g", (nothing, nothing[0]), num_nodes=num_nodes)
+        stream = RelationalGraph.stream(path, budget="1MiB")
+        x = drawn(num_nodes, W)
+        result = RGCNConv(W, 3, 1).double()(x, stream)
+        result.sum().backward()
+        assert result.shape == (num_nodes, 3) and x.grad.shape == x.shape
+        with pytest.raises(ValueError, match="num_relations=2"):
+            RGCNConv(W, 3, 2).double()(x, stream)
+
+
 def test_a_graph_and_its_layers_are_freed(path):
     stream, conv = RelationalGraph.stream(path, budget="120KiB"), CONVS["RGCN"]().double()
     conv(drawn(N, W), stream).sum().backward()

@@ -240,7 +240,7 @@ class StreamedGraph(RelationalGraph):
         """Return the targets from one on that have, with their edges, at most so many; at least one target."""
         starts = self.topology.starts
         before = int(starts[first_target])
-        low, high = first_target + 1, self.num_targets
+        low, high = min(first_target + 1, self.num_targets), self.num_targets
         while low < high:  # the largest end that fits
             middle = (low + high + 1) // 2
             if int(starts[middle]) - before + middle - first_target <= most_edges:

@@ -140,6 +140,12 @@ class _Pass:
                 self.tables += [] if numbers else [table]
         self._ends = dict(tensors)
 
+    def let_go(self) -> None:
+        """Keep shapes instead of tensors, which autograd saves, so that hooks may offload them until backward."""
+        stand_ins = {id(table): table if _is_fixed(table) else _stand_in(table) for table in self.tables}
+        self._ends = {name: (stand_ins[id(pair[0])], stand_ins[id(pair[1])]) for name, pair in self._ends.items()}
+        self.tables = [stand_ins[id(table)] for table in self.tables]
+
     def check(self) -> None:
         """Raise ``ValueError`` for tensors on another device, or with other rows than the graph has."""
         graph = self.graph
@@ -281,8 +287,9 @@ class _Pass:
         ends: dict[str, Ends] = {}
         for name, pair in self._ends.items():
             read = [rows[name, end] for end in (False, True) if (name, end) in rows]
-            # an end that is not read is not looked at
-            ends[name] = (rows.get((name, False), read[0]), rows.get((name, True), read[0])) if read else pair
+            if not read:  # then it does not matter
+                read = [torch.empty(0, *pair[0].shape[1:], dtype=pair[0].dtype, device=self.graph.device)]
+            ends[name] = (rows.get((name, False), read[0]), rows.get((name, True), read[0]))
         results = self.layer.compute(block.graph, ends, self.constants, seed)
         return list(results) if isinstance(results, tuple) else [results]
 
@@ -488,6 +495,7 @@ class _Streamed(torch.autograd.Function):
         ctx.save_for_backward(*tables)
         results = call.results(call.with_fixed(tables), is_trained=any(ctx.needs_input_grad))
         ctx.mark_non_differentiable(*call.without_gradients(results))
+        call.let_go()
         return tuple(results)
 
     @staticmethod
@@ -507,6 +515,11 @@ def _streamed(call: _Pass) -> tuple[torch.Tensor, ...]:
     plain = [table for table in call.tables if not _is_fixed(table)]
     results: tuple[torch.Tensor, ...] = _Streamed.apply(call, *plain)  # type: ignore[no-untyped-call]
     return results
+
+
+def _stand_in(table: torch.Tensor) -> torch.Tensor:
+    """Return a tensor like another, without memory."""
+    return torch.empty_like(table, device="meta").requires_grad_(table.requires_grad)
 
 
 def _is_fixed(table: torch.Tensor) -> bool:
