@@ -6,6 +6,7 @@ import torch
 from penstock.relational import CompGCNConv, RelationalGraph, RGATConv, RGCNConv, RGraphSAGEConv, SimpleHGNConv
 from penstock.relational._tune import BACKGROUND
 from penstock.tiers import Budget
+from penstock.unified import write_graph
 
 pytestmark = pytest.mark.cuda_only("kernels of Triton's run on CUDA")
 
@@ -67,6 +68,18 @@ def test_results_and_gradients_are_those_of_the_cpu(name, hub, dtype, tolerance)
         assert first.dtype is dtype
         assert torch.equal(first, again)
         assert ((first.cpu().double() - other).norm() / other.norm().clamp(min=1e-6)).item() < tolerance
+
+
+@pytest.mark.parametrize("name", ["RGCN", "RGAT", "SimpleHGN"])
+def test_a_stream_is_the_graph_on_the_device(name, tmp_path):
+    torch.manual_seed(0)
+    layer, graph, x = MADE[name](), graph_of(3000, 40_000, 0.5), torch.randn(3000, 24)
+    expected = gradients(layer.double(), graph, x.double().requires_grad_())
+    path = write_graph(tmp_path / "g", (graph.edge_index, graph.edge_type), num_nodes=3000, num_types=6)
+    stream = RelationalGraph.stream(path, budget="8MiB", device="cuda")
+    found = gradients(layer.to("cuda", torch.float32), stream, x.cuda().requires_grad_())
+    for first, other in zip(found, expected, strict=True):
+        assert ((first.cpu().double() - other).norm() / other.norm().clamp(min=1e-6)).item() < 1e-4
 
 
 def test_no_edges_and_a_captured_graph():
