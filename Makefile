@@ -51,6 +51,7 @@ bench: $(VENV)/ready
 	$(RUN) -m benchmarks.planner --json $(OUT)/planner.json
 	$(RUN) -m benchmarks.remat --json $(OUT)/remat.json
 	$(RUN) -m benchmarks.relational --json $(OUT)/relational.json
+	$(RUN) -m benchmarks.relational_stream --json $(OUT)/relational-stream.json
 	$(RUN) -m benchmarks.unified --json $(OUT)/unified.json
 	$(RUN) -m benchmarks.advisor --json $(OUT)/advisor.json
 

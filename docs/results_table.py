@@ -509,6 +509,18 @@ ENTRIES = {
             Figure(label="the choice over the fastest: {}", metric="chosen over the fastest", of="value"),
         ),
     ),
+    "cpu-relational-stream": Entry(
+        shows="Relational layers on edges in a file, under a hard cap",
+        command="relational_stream",
+        figures=(
+            Figure(
+                label="two layers of RGCN: {} of the step in memory", name="RGCN, 2 layers", metric="step", form=".1f"
+            ),
+            Figure(label="RGAT: {}", name="RGAT, 2 layers", metric="step", form=".1f"),
+            Figure(label="HGT: {}", name="HGT, 2 layers", metric="step", form=".1f"),
+            Figure(label="its memory: {}", name="HGT, 2 layers", metric="memory"),
+        ),
+    ),
     "cpu-relational-width32": _relational("relational --width 32"),
     "cpu-relational-width128": _relational("relational --width 128"),
     "cpu-relational-first": Entry(

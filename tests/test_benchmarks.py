@@ -12,6 +12,7 @@ from benchmarks import (
     planner,
     real_models,
     relational,
+    relational_stream,
     remat,
     shapes,
     soak_tiers,
@@ -190,6 +191,15 @@ def test_benchmark_of_a_graph_in_a_file(tmp_path):
     rows = {(row["name"], row["metric"]): row for row in json.loads(file.read_text())["rows"]}
     assert rows["write", "file"]["value"] > 8e6 and rows["cold", "nodes of a mini-batch"]["value"] > 1000
     assert rows["warm", "time of a mini-batch"]["ratio"] > 0
+
+
+def test_benchmark_of_streams(tmp_path):
+    file = tmp_path / "stream.json"
+    relational_stream.main(["--quick", "--disk", str(tmp_path), "--json", str(file)])
+    rows = {(row["name"], row["metric"]): row for row in json.loads(file.read_text())["rows"]}
+    assert rows["RGCN, 1 layer", "memory"]["value"] < rows["cap", "bytes"]["value"] < 2**26
+    assert rows["RGCN, 1 layer", "difference of losses"]["value"] < 1e-5
+    assert rows["RGCN, 1 layer", "predicted step"]["ratio"] > 0
 
 
 def test_benchmark_of_inference(tmp_path):
