@@ -296,7 +296,7 @@ class StreamedGraph(RelationalGraph):
         return {**super().__getstate__(), "work": StreamWork()}
 
 
-class PassTime(NamedTuple):
+class TimedPass(NamedTuple):
     """One pass of a layer through the graph."""
 
     is_backward: bool
@@ -314,7 +314,7 @@ class StreamWork:
 
     def __init__(self) -> None:
         self.so_far = StreamStatistics()
-        self.passes: deque[PassTime] = deque(maxlen=_MOST_PASSES)
+        self.passes: deque[TimedPass] = deque(maxlen=_MOST_PASSES)
         """The last passes."""
         self.blocks: dict[Any, Any] = {}
         """The blocks of each call that differs from the others in what they depend on."""

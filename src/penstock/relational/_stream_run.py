@@ -22,7 +22,7 @@ from penstock.relational._operator import NO_SECOND_DERIVATIVE
 from penstock.relational._run import Ends, Layer, Traced
 from penstock.relational._stages import Stage, is_max, stages_at_sources, stages_over_parts
 from penstock.relational._stream_blocks import LayerBlocks, item_bytes_of
-from penstock.relational._stream_graph import Cut, PassTime, StreamBlock, StreamedGraph
+from penstock.relational._stream_graph import Cut, TimedPass, StreamBlock, StreamedGraph
 from penstock.tiers import HeapKeeper
 
 _layers: "weakref.WeakKeyDictionary[Traced, Any]" = weakref.WeakKeyDictionary()
@@ -577,7 +577,7 @@ class _PassClock:
     def stop(self) -> None:
         """Note the pass."""
         seconds = 0.0 if self._start_s is None else time.perf_counter() - self._start_s
-        self._graph.work.passes.append(PassTime(self._is_backward, self._num_blocks, self._num_edges, seconds))
+        self._graph.work.passes.append(TimedPass(self._is_backward, self._num_blocks, self._num_edges, seconds))
 
 
 def _waited(
