@@ -22,7 +22,7 @@ from penstock.relational._operator import NO_SECOND_DERIVATIVE
 from penstock.relational._run import Ends, Layer, Traced
 from penstock.relational._stages import Stage, is_max, stages_at_sources, stages_over_parts
 from penstock.relational._stream_blocks import LayerBlocks, item_bytes_of
-from penstock.relational._stream_graph import Cut, TimedPass, StreamBlock, StreamedGraph
+from penstock.relational._stream_graph import Cut, StreamBlock, StreamedGraph, TimedPass
 from penstock.tiers import HeapKeeper
 
 _layers: "weakref.WeakKeyDictionary[Traced, Any]" = weakref.WeakKeyDictionary()
