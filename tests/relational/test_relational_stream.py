@@ -26,6 +26,7 @@ from penstock.relational import (
     RGraphSAGEConv,
     SimpleHGNConv,
     _stream_graph,
+    dropout,
     layer,
     maximum,
     softmax,
@@ -324,6 +325,91 @@ def test_dropout_drops_the_same_in_backward(stream):
     assert torch.equal(call(x), call(x))
 
 
+@layer
+def dropped_twice_read(g, x):
+    for e in g.edges():
+        message = dropout(x[e.src], 0.5)
+    for n in g.nodes():
+        near = n.sum(message)
+    for e in g.edges():
+        far = near[e.src] * 0 + message
+    for n in g.nodes():
+        again = n.sum(far)
+    return near, again
+
+
+def test_zeros_of_dropout_do_not_depend_on_blocks(graph, path):
+    x, places = drawn(N, W), unified.open_graph(path).positions
+    in_order = RelationalGraph(graph.edge_index[:, places], graph.edge_type[places], num_nodes=N)
+    answers = []
+    for on in (in_order, *(RelationalGraph.stream(path, budget=budget) for budget in BUDGETS.values())):
+        torch.manual_seed(5)
+        answers.append(trained(lambda x: dropped_twice_read(on, x), x))  # noqa: B023  # called now
+        torch.testing.assert_close(answers[-1][0], answers[-1][1])
+        check_same(answers[-1], answers[0])
+
+
+def test_dropouts_that_would_depend_on_blocks_are_refused(stream):
+    @layer
+    def of_nodes(g, x):
+        for n in g.nodes():
+            rows = dropout(x[n], 0.5)
+        for e in g.edges():
+            message = rows[e.src]
+        for n in g.nodes():
+            total = n.sum(message)
+        return total
+
+    with pytest.raises(ValueError, match="of_nodes drops values of nodes, or more than once"):
+        of_nodes(stream, drawn(N, W))
+
+
+def test_targets_without_edges_and_hubs_cost_what_they_are(tmp_path):
+    generator, num_nodes = torch.Generator().manual_seed(0), 20_000
+    for first in (0, num_nodes - 2000):
+        edge_index = torch.randint(0, num_nodes, (2, 40_000), generator=generator)
+        edge_index[1] = first + edge_index[1] % 2000
+        edge_index[1, :20_000] = first
+        path = unified.write_graph(tmp_path / "g", (edge_index, torch.zeros(40_000).long()), num_nodes=num_nodes)
+        stream, widest = RelationalGraph.stream(path, budget="2MiB"), []
+        read = stream.read
+        stream.read = lambda cut, read=read, widest=widest, **more: widest.append(cut) or read(cut, **more)
+        RGCNConv(32, 32, 1)(drawn(num_nodes, 32, dtype=torch.float32), stream).sum().backward()
+        assert max(cut.last_edge - cut.first_edge for cut in widest) < 10_000
+        assert 10 < len(cuts_of(stream)) < 200
+    assert RelationalGraph.stream(path, budget="64MiB").estimate(lambda: None).step_s >= 0
+
+
+@pytest.mark.parametrize("budget", BUDGETS.values())
+def test_infinities_stay(budget, graph, path):
+    x = drawn(N, W).detach()
+    x[5] = -torch.inf
+    stream, weight = RelationalGraph.stream(path, budget=budget), torch.ones(TYPES, dtype=torch.float64)
+
+    @layer
+    def summed(g, x, weight):
+        for e in g.edges():
+            message = x[e.src] * weight[e.etype]
+        for n in g.nodes():
+            total = n.sum(message)
+        return total, n.max(message)
+
+    for ours, theirs in zip(summed(stream, x, weight), summed(graph, x, weight), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_inference_is_planned_as_such(path):
+    conv, x = CONVS["RGAT"]().double(), drawn(N, W)
+    stream = RelationalGraph.stream(path, budget="120KiB")
+    with torch.no_grad():
+        conv(x, stream)
+    num_blocks = len(cuts_of(stream))
+    conv(x, stream).sum().backward()
+    assert len(cuts_of(stream)) > 2 * num_blocks
+    with pytest.raises(ValueError, match="has no indexes in memory"):
+        largest.explain(stream, x, drawn(TYPES, W, W))
+
+
 def test_results_that_do_not_reach_the_loss_cost_nothing(stream):
     weight = torch.randn(TYPES, W, W, dtype=torch.float64)
     x = drawn(N, W)
@@ -356,8 +442,9 @@ def test_a_budget_too_small_for_an_edge_is_refused_with_one_that_works(path):
     with pytest.raises(BudgetError, match=r"`budget` must be at least \d+ bytes") as caught:
         conv(x, RelationalGraph.stream(path, budget=1000))
     least = int(str(caught.value).partition("budget=")[2].rstrip(")"))
-    with pytest.raises(BudgetError):
-        conv(x, RelationalGraph.stream(path, budget=least // 2))
+    for budget in (least // 2, least // 20, 1):
+        with pytest.raises(BudgetError):
+            conv(x, RelationalGraph.stream(path, budget=budget))
     # another edge may need more, which is said again
     for _ in range(20):
         try:
@@ -372,8 +459,13 @@ def test_an_account_that_rooms_share(path):
     budget = Budget(device="1MiB")
     stream = RelationalGraph.stream(path, budget=budget)
     assert stream.limit_bytes == 2**20 and budget.room_bytes("device") == 0
-    with pytest.raises(ValueError, match="`budget` must limit the device's memory"):
-        RelationalGraph.stream(path, budget=Budget())
+    for nothing in (Budget(), budget):
+        with pytest.raises(ValueError, match="`budget` must limit the device's memory, and leave some of it free"):
+            RelationalGraph.stream(path, budget=nothing)
+    assert copy.deepcopy(stream).num_edges == E
+    del stream
+    gc.collect()
+    assert budget.room_bytes("device") == 2**20
 
 
 def test_estimates_go_through_a_part_of_the_graph(path):

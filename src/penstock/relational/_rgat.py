@@ -211,6 +211,8 @@ class RGATConv(nn.Module):
             raise ValueError(f"`edge_attr` needs a layer with edge_dim: RGATConv(..., edge_dim={edge_attr.shape[-1]})")
         edge_attr = edge_attr.view(-1, 1) if edge_attr.dim() == 1 else edge_attr
         score: torch.Tensor = self.lin_edge(edge_attr) @ self.e
+        if len(score) != graph.num_edges and isinstance(graph, StreamedGraph):
+            raise ValueError("`edge_attr` must have a row for each edge on a streamed graph: edge_attr[edge_type]")
         return score if len(score) == graph.num_edges else score[graph.edge_type]
 
     def _modified(self, total: torch.Tensor, x: torch.Tensor, graph: RelationalGraph) -> torch.Tensor:

@@ -122,7 +122,8 @@ class RGCNConv(nn.Module):
             target = source
         target = target[: graph.num_targets] if graph.is_block else target
         # rows of a stream may be on tiers, which are read block by block
-        has_root_inside = isinstance(graph, StreamedGraph) and source.dtype != torch.int64 and self.num_blocks is None
+        has_numbers = torch.int64 in (source.dtype, target.dtype)
+        has_root_inside = isinstance(graph, StreamedGraph) and not has_numbers and self.num_blocks is None
         result = self._sum(source, graph, edge_norm, target if has_root_inside else None)
         if self.root is not None and not has_root_inside:
             result = result + (self.root[target] if target.dtype == torch.int64 else target @ self.root)

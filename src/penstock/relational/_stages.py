@@ -26,6 +26,8 @@ from penstock.relational._ir import (
 
 AT_SOURCES = "for sources, {}"
 """Names of inputs that are sums over all blocks, which edges read at their sources."""
+_HUGE = 1e30
+"""Largest size of values through which the gradient of a maximum goes."""
 OVER_PARTS = "over parts, {}"
 """Names of inputs that are sums or maxima over all parts of a target's edges."""
 
@@ -61,7 +63,7 @@ def stages_at_sources(program: Program) -> Stages:
 
 def stages_over_parts(program: Program) -> Stages:
     """Cut a program before it reads what is combined over the edges of a target."""
-    program = _with_smooth_maxima(program)
+    program = _with_gradients_of_maxima(program)
     complete = {place for place, operation in enumerate(program.operations) if _is_combined(operation)}
     levels = _levels(program, lambda _, operand: _is_combined(operand))
     return _cut(program, complete, levels, OVER_PARTS)
@@ -114,17 +116,14 @@ def _program(
     return builder.program(places[place] for place in outputs)
 
 
-def _with_smooth_maxima(program: Program) -> Program:
-    """Replace maxima that have gradients by the mean of the values that are as large as the maximum.
-
-    The maximum over all parts is then only compared with, and gradients flow through two sums.
-    """
+def _with_gradients_of_maxima(program: Program) -> Program:
+    """Give maxima their gradients by sums, since a maximum over all parts is only compared with."""
     readers = program.readers()
     builder, places = Builder(), list[int]()
     for place, operation in enumerate(program.operations):
         moved = builder.add(rewritten(operation, places))
         is_read = place in program.outputs or any(not _stops(program[reader]) for reader in readers[place])
-        places.append(_mean_of_largest(builder, moved) if is_max(operation) and is_read else moved)
+        places.append(_with_gradient_of_largest(builder, moved) if is_max(operation) and is_read else moved)
     return builder.program(places[place] for place in program.outputs)
 
 
@@ -132,15 +131,26 @@ def _stops(operation: Operation) -> bool:
     return isinstance(operation, Map) and operation.function == "stop_gradient"
 
 
-def _mean_of_largest(builder: Builder, place: int) -> int:
+def _with_gradient_of_largest(builder: Builder, place: int) -> int:
+    """Return the maximum plus a mean of the values that equal it, minus the same without gradient."""
     operation = builder[place]
     assert isinstance(operation, Reduce)
     (operand,) = operation.operands
     over, domain, shape = operation.over, operation.domain, operation.shape
+
+    def number(value: float) -> int:
+        return builder.add(Constant(domain=Domain.ONE, shape=(), value=value))
+
+    def summed(value: int) -> int:
+        return builder.add(Reduce(domain=domain, shape=shape, operands=(value,), over=over))
+
     largest = builder.map("stop_gradient", place, domain=domain)
     is_largest = builder.map("is_largest", operand, largest, domain=over)
-    ties = builder.add(Reduce(domain=domain, shape=shape, operands=(is_largest,), over=over))
-    chosen = builder.map("multiply", is_largest, operand, domain=over)
-    total = builder.add(Reduce(domain=domain, shape=shape, operands=(chosen,), over=over))
-    least = builder.add(Constant(domain=Domain.ONE, shape=(), value=1.0))
-    return builder.map("divide", total, builder.map("maximum", ties, least, domain=domain), domain=domain)
+    # infinities times 0 would be no numbers
+    above = builder.map("maximum", operand, number(-_HUGE), domain=over)
+    negative = builder.map("maximum", builder.map("negate", above, domain=over), number(-_HUGE), domain=over)
+    chosen = builder.map("multiply", is_largest, builder.map("negate", negative, domain=over), domain=over)
+    ties = builder.map("maximum", summed(is_largest), number(1.0), domain=domain)
+    mean = builder.map("divide", summed(chosen), ties, domain=domain)
+    nothing = builder.map("subtract", mean, builder.map("stop_gradient", mean, domain=domain), domain=domain)
+    return builder.map("add", largest, nothing, domain=domain)

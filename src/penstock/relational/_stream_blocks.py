@@ -71,11 +71,11 @@ class LayerBlocks:
     def learn(self, block: StreamBlock) -> None:
         """Note which indexes the layer has built for a block, so that they are built in advance for the next ones."""
         kept = block.graph.indexes.kept
-        if len(kept.snapshot()) > len(self._keys):
+        if block.graph.num_edges and len(kept.snapshot()) > len(self._keys):
             self._keys = _read_keys(tuple(kept.snapshot()))
             # forward builds some of the indexes only, and comes first
             least = float(_INDEX_BYTES) if self._compiled.wanted else 0.0
-            self._index_bytes = max(least, _index_bytes(block) / max(1, block.graph.num_edges))
+            self._index_bytes = max(least, _index_bytes(block) / _size_of(block))
 
     def _read(self, cuts: Iterator[Cut]) -> Iterator[tuple[Cut, StreamBlock | None]]:
         for cut in cuts:
@@ -119,25 +119,32 @@ class LayerBlocks:
                 self._most_edges = max(1, min(grown, 4 * max(size, self._most_edges)))
                 return cut, block
             del block
-            if num_edges <= 1:
-                least = int(max(needed / _LIVE / 0.75, 1)) + 1
-                raise BudgetError(
-                    f"`budget` must be at least {least} bytes for this layer, which needs as much for one edge, got "
-                    f"{format_bytes(self.graph.limit_bytes)}: RelationalGraph.stream(path, budget={least})"
-                )
-            if cut.last_target == cut.first_target + 1:
+            has_one_target = cut.last_target == cut.first_target + 1
+            if num_edges <= 1 and has_one_target:
+                raise self._too_small(needed)
+            if has_one_target:
                 self._most_edges = max(1, int(_FILLED * num_edges * self._most_bytes / needed))
                 return cut._replace(parts=self._parts_of(cut)), None
-            self._most_edges = max(1, min((num_edges + 1) // 2, int(_FILLED * num_edges * self._most_bytes / needed)))
+            size = num_edges + cut.last_target - cut.first_target
+            self._most_edges = max(1, min(size // 2, int(_FILLED * size * self._most_bytes / needed)))
             cut = self.graph.cut(cut.first_target, self._most_edges)
+
+    def _too_small(self, needed: int) -> BudgetError:
+        least = int(1.5 * needed / _LIVE / 0.75) + 1  # others may need more than this one
+        return BudgetError(
+            f"`budget` must be at least {least} bytes for this layer, which needs as much for one edge, got "
+            f"{format_bytes(self.graph.limit_bytes)}: RelationalGraph.stream(path, budget={least})"
+        )
 
     def _parts_of(self, cut: Cut) -> tuple[tuple[int, int], ...]:
         """Return the parts of one target's edges; the first is checked, and all are of its size."""
         size = max(1, min(self._most_edges, cut.last_edge - cut.first_edge))
-        while size > 1:
+        while True:
             needed = self.bytes_of(self._block(cut.part(cut.first_edge, cut.first_edge + size)))
             if needed <= _FILLED * self._most_bytes:
                 break
+            if size == 1:
+                raise self._too_small(int(needed / _FILLED))
             size = max(1, min(size // 2, int(_FILLED * size * self._most_bytes / needed)))
         starts = range(cut.first_edge, cut.last_edge, size)
         return tuple((start, min(start + size, cut.last_edge)) for start in starts)
@@ -146,7 +153,7 @@ class LayerBlocks:
         """Return the bytes that a block takes while it is computed and the next one is read."""
         rows, compiled = block.graph.indexes.count, self._compiled
         inputs = input_bytes(compiled.program, rows, self._item_bytes)
-        indexes = max(int(self._index_bytes * block.graph.num_edges), _index_bytes(block))
+        indexes = max(int(self._index_bytes * _size_of(block)), _index_bytes(block))
         return 2 * indexes + inputs + step_bytes(compiled, rows, self._num_threads)
 
 
@@ -154,6 +161,11 @@ def _read_keys(keys: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the keys of indexes without pairs that no other index is made of: only choices of programs needed them."""
     others = [key for key in keys if key[0] != "pairs"]
     return tuple(key for key in keys if key[0] != "pairs" or any(key[1] in other for other in others))
+
+
+def _size_of(block: StreamBlock) -> int:
+    """Return the number of a block's edges and targets."""
+    return max(1, block.graph.num_edges + block.graph.num_targets)
 
 
 def _index_bytes(block: StreamBlock) -> int:

@@ -5,8 +5,8 @@ The file has the edges that enter each node together. So a block is all edges of
 one block. Only a target whose edges are too many for a block of their own is cut into parts (`_stages`).
 """
 
-import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ import torch
 from penstock.arguments import checked
 from penstock.relational._edges import Edges
 from penstock.relational._graph import RelationalGraph
-from penstock.relational._registry import register
+from penstock.relational._registry import Guard, register
 from penstock.tiers import Budget, Charges, Footprint, Size
 from penstock.units import format_bytes, parse_bytes
 
@@ -144,6 +144,7 @@ class StreamedGraph(RelationalGraph):
         self.edge_type_names = ()
         self._counts = torch.tensor(counts, device="cpu")
         self.limit_bytes, self._charges = _limit(budget, path)
+        weakref.finalize(self, self._charges.give_back).atexit = False
         self.work = StreamWork()
         """Counters."""
         self.num_sampled: int | None = None
@@ -225,6 +226,11 @@ class StreamedGraph(RelationalGraph):
         return self._refuse("has its edges in a file: penstock.unified.open_graph(path) maps them")
 
     @property
+    def indexes(self) -> NoReturn:  # type: ignore[override]
+        """Raise ``ValueError``: only blocks have indexes."""
+        self._refuse("has no indexes in memory: ask a layer about a RelationalGraph of some of the edges")
+
+    @property
     def edge_type(self) -> torch.Tensor:
         """Raise ``ValueError``: the types are not in memory."""
         return self._refuse("has its edges in a file: penstock.unified.open_graph(path).types maps their types")
@@ -248,6 +254,12 @@ class StreamedGraph(RelationalGraph):
             else:
                 high = middle - 1
         return Cut(first_target, low, before, int(starts[low]))
+
+    def sample(self, num_edges: int) -> Cut:
+        """Return at most so many edges, the first ones of the file."""
+        first = int(torch.searchsorted(self.topology.starts, 0, right=True)) - 1
+        cut = self.cut(min(first, max(0, self.num_targets - 1)), num_edges)
+        return cut.part(cut.first_edge, min(cut.last_edge, cut.first_edge + max(1, num_edges)))
 
     def read(self, cut: Cut, *, with_positions: bool) -> StreamBlock:
         """Read a block: its edges, with sources and targets numbered from 0."""
@@ -293,7 +305,8 @@ class StreamedGraph(RelationalGraph):
         raise ValueError(f"{self!r} {what}")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "work": StreamWork()}
+        kept = super().__getstate__()
+        return {**kept, "work": StreamWork(), "num_sampled": None, "_charges": Charges(None, "relational")}
 
 
 class TimedPass(NamedTuple):
@@ -318,7 +331,7 @@ class StreamWork:
         """The last passes."""
         self.blocks: dict[Any, Any] = {}
         """The blocks of each call that differs from the others in what they depend on."""
-        self._lock = threading.Lock()
+        self._lock = Guard()
 
     def add(self, **counts: float) -> None:
         """Add to counters, by name."""
@@ -340,10 +353,10 @@ def _limit(budget: Size | Budget, path: Path) -> tuple[int, Charges]:
     if not isinstance(budget, Budget):
         return parse_bytes(budget), Charges(None, "relational")
     limit_bytes = budget.room_bytes("device")
-    if limit_bytes is None:
+    if not limit_bytes:
         raise ValueError(
-            f"`budget` must limit the device's memory for {path}, got {budget}: Budget(device='4GiB'), or a size, "
-            f"{_EXAMPLE}"
+            f"`budget` must limit the device's memory, and leave some of it free, for {path}, got {budget}: "
+            f"Budget(device='4GiB'), or a size, {_EXAMPLE}"
         )
     charges = Charges(budget, "relational")
     charges.enter(Footprint(step_bytes=limit_bytes))

@@ -15,8 +15,8 @@ import torch
 
 from penstock.errors import DoubleBackwardError
 from penstock.relational._domain import Domain
-from penstock.relational._dropout import hashed
-from penstock.relational._ir import Count, Input, Program, SameRows
+from penstock.relational._dropout import MASK, hashed
+from penstock.relational._ir import Count, Dropout, Input, Program, SameRows
 from penstock.relational._language import SEED
 from penstock.relational._operator import NO_SECOND_DERIVATIVE
 from penstock.relational._run import Ends, Layer, Traced
@@ -27,6 +27,8 @@ from penstock.tiers import HeapKeeper
 
 _layers: "weakref.WeakKeyDictionary[Traced, Any]" = weakref.WeakKeyDictionary()
 """The stages of programs, as layers."""
+_STREAM = 1
+"""Number of a layer's first dropout."""
 _SAMPLE_EDGES = 2**16
 """Most edges of the block by which programs are chosen."""
 _SAMPLE_BYTES = 256
@@ -56,6 +58,7 @@ def _run_streamed(layer: Layer, graph: StreamedGraph, tensors: dict[str, Ends], 
             f"{layer.function.__name__} returns values of edges, but on a streamed graph a layer must return values of "
             "nodes, such as `return n.sum(message)`, since all edges together do not fit into memory"
         )
+    _check_dropout(layer, traced.program)
     seed = int(torch.randint(2**31, (1,), device="cpu")) if SEED in _names(traced.program) else 0
     if any(isinstance(operation, SameRows) for operation in traced.program.operations):
         results: Sequence[torch.Tensor] = _by_stages(layer, graph, traced, tensors, seed)
@@ -64,6 +67,18 @@ def _run_streamed(layer: Layer, graph: StreamedGraph, tensors: dict[str, Ends], 
         call.check()
         results = _streamed(call)
     return results[0] if traced.num_returned == 0 else tuple(results)
+
+
+def _check_dropout(layer: Layer, program: Program) -> None:
+    """Raise ``ValueError`` for dropouts whose zeros would depend on the blocks."""
+    dropouts = [operation for operation in program.operations if isinstance(operation, Dropout)]
+    if len({operation.stream for operation in dropouts}) > 1 or any(
+        operation.domain is not Domain.EDGE for operation in dropouts
+    ):
+        raise ValueError(
+            f"{layer.function.__name__} drops values of nodes, or more than once; on a streamed graph a layer may have "
+            "one dropout, of values of edges. For nodes, use torch.nn.functional.dropout on x before the layer"
+        )
 
 
 def _names(program: Program) -> set[str]:
@@ -139,6 +154,9 @@ class _Pass:
                 self._numbers[name, bool(at_target)] = numbers[0] if numbers else len(self.tables)
                 self.tables += [] if numbers else [table]
         self._ends = dict(tensors)
+        self._blocks: LayerBlocks | None = None
+        self.is_trained = torch.is_grad_enabled() and any(table.requires_grad for table in self.tables)
+        """Whether backward may follow."""
 
     def let_go(self) -> None:
         """Keep shapes instead of tensors, which autograd saves, so that hooks may offload them until backward."""
@@ -187,7 +205,9 @@ class _Pass:
         return [rows for rows, operation in zip(results, outputs, strict=True) if isinstance(operation, Count)]
 
     def cuts(self, *, is_trained: bool) -> LayerBlocks:
-        """Return the blocks of this call: the same for all calls like it."""
+        """Return the blocks of this call: the same for all calls like it, and for forward and backward."""
+        if self._blocks is not None:
+            return self._blocks
         wanted = tuple(is_trained and table.requires_grad for table in self.tables)
         shapes = tuple((table.shape[1:], table.dtype) for table in self.tables)
         key = (
@@ -202,10 +222,11 @@ class _Pass:
         if key not in known:
             with_positions = any(argument.domain is Domain.EDGE for argument in self.inputs)
             size = min(_SAMPLE_EDGES, self.graph.limit_bytes // _SAMPLE_BYTES)
-            first = self.graph.read(self.graph.cut(0, size), with_positions=False)
+            first = self.graph.read(self.graph.sample(size), with_positions=False)
             compiled = self.layer.program_of(first.graph, self._ends, self.constants, is_trained=is_trained)
             known[key] = LayerBlocks(self.graph, compiled, item_bytes_of(self._ends), with_positions=with_positions)
-        return known[key]
+        self._blocks = known[key]
+        return self._blocks
 
     def results(self, tables: Sequence[torch.Tensor], *, is_trained: bool) -> list[torch.Tensor]:
         """Return the results for all targets, without gradients."""
@@ -283,7 +304,9 @@ class _Pass:
 
     def compute(self, block: StreamBlock, rows: Mapping["_End", torch.Tensor]) -> list[torch.Tensor]:
         """Return a block's results from the rows of its inputs."""
-        seed = int(hashed(self.seed ^ int(hashed(block.cut.first_edge)))) >> 1
+        # zeros depend on an edge's place in the file, and not on blocks: `dropped` hashes the row plus (seed ^ stream)
+        stream = int(hashed(_STREAM))
+        seed = (((self.seed ^ stream) + block.cut.first_edge) & MASK) ^ stream
         ends: dict[str, Ends] = {}
         for name, pair in self._ends.items():
             read = [rows[name, end] for end in (False, True) if (name, end) in rows]
@@ -341,7 +364,8 @@ class _Pass:
         program = self.program
         dtype = next((table.dtype for table in self.tables if table.is_floating_point()), torch.get_default_dtype())
         shapes = [program[place].shape for place in program.outputs]
-        return [torch.empty(0, *shape, dtype=dtype, device=self.graph.device) for shape in shapes]
+        size = self.graph.num_targets
+        return [torch.zeros(size, *shape, dtype=dtype, device=self.graph.device) for shape in shapes]
 
 
 class _PartsPass(_Pass):
@@ -387,6 +411,7 @@ class _PartsPass(_Pass):
         """Return each result for the target, or for the target and every type, over all parts."""
         del is_trained
         totals: list[torch.Tensor] = []
+        has_edges: list[torch.Tensor] = []
         for block in self._parts():
             rows_of_block = self.compute(block, {key: rows for key, rows, *_ in self.rows(block, tables)})
             for number, (operation, rows) in enumerate(zip(self.operations, rows_of_block, strict=True)):
@@ -394,10 +419,14 @@ class _PartsPass(_Pass):
                     count = 1 if operation.domain is Domain.TARGET else self.graph.num_edge_types
                     start = -math.inf if is_max(operation) else 0.0
                     totals.append(rows.new_full((count, *rows.shape[1:]), start))
+                    has_edges.append(torch.zeros(count, dtype=torch.bool, device=rows.device))
                 where = slice(None) if operation.domain is Domain.TARGET else _types_of(block)
                 before = totals[number][where]
                 totals[number][where] = torch.maximum(before, rows) if is_max(operation) else before + rows
-        return [total.masked_fill_(total == -math.inf, 0.0) for total in totals]
+                has_edges[number][where] = True
+        for total, has in zip(totals, has_edges, strict=True):
+            total[~has] = 0.0
+        return totals
 
     def without_gradients(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the results that have no gradients: counts, and maxima, which are only compared with."""
@@ -493,7 +522,7 @@ class _Streamed(torch.autograd.Function):
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tables)
-        results = call.results(call.with_fixed(tables), is_trained=any(ctx.needs_input_grad))
+        results = call.results(call.with_fixed(tables), is_trained=call.is_trained)
         ctx.mark_non_differentiable(*call.without_gradients(results))
         call.let_go()
         return tuple(results)
