@@ -22,7 +22,8 @@ from penstock.relational._operator import NO_SECOND_DERIVATIVE
 from penstock.relational._run import Ends, Layer, Traced
 from penstock.relational._stages import Stage, is_max, stages_at_sources, stages_over_parts
 from penstock.relational._stream_blocks import LayerBlocks, item_bytes_of
-from penstock.relational._stream_graph import Cut, StreamBlock, StreamedGraph, TimedPass
+from penstock.relational._stream_graph import Cut, StreamBlock, StreamedGraph
+from penstock.relational._stream_sums import GradientSums, GradientSumsOfParts, PassClock, waited
 from penstock.tiers import HeapKeeper
 
 _layers: "weakref.WeakKeyDictionary[Traced, Any]" = weakref.WeakKeyDictionary()
@@ -233,8 +234,8 @@ class _Pass:
         results: list[torch.Tensor] | None = None
         cuts = self.cuts(is_trained=is_trained)
         keeper = HeapKeeper(self.graph.limit_bytes + self._result_bytes())
-        clock = _PassClock(self.graph, is_backward=False)
-        for cut, block in _waited(self.graph, cuts.blocks()):
+        clock = PassClock(self.graph, is_backward=False)
+        for cut, block in waited(self.graph, cuts.blocks()):
             start_s = time.perf_counter()
             if block is None:
                 rows_of_block = self._results_of_parts(cuts, cut, tables, None)
@@ -257,11 +258,11 @@ class _Pass:
         self, tables: Sequence[torch.Tensor], wanted: Sequence[bool], of_results: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         """Return the gradients of the tables that want them, from those of the results."""
-        sums = _GradientSums(tables, wanted)
+        sums = GradientSums(tables, wanted)
         cuts = self.cuts(is_trained=True)
         keeper = HeapKeeper(self.graph.limit_bytes + sums.nbytes)
-        clock = _PassClock(self.graph, is_backward=True)
-        for cut, block in _waited(self.graph, cuts.blocks(backwards=True)):
+        clock = PassClock(self.graph, is_backward=True)
+        for cut, block in waited(self.graph, cuts.blocks(backwards=True)):
             start_s = time.perf_counter()
             of_rows = [None if rows is None else rows[cut.first_target : cut.last_target] for rows in of_results]
             if block is not None:
@@ -285,7 +286,7 @@ class _Pass:
         block: StreamBlock,
         tables: Sequence[torch.Tensor],
         of_results: Sequence[torch.Tensor | None],
-        sums: "_GradientSums",
+        sums: "GradientSums",
     ) -> None:
         """Compute a block again, with gradients, and add those of its rows."""
         if all(rows is None for rows in of_results):
@@ -340,7 +341,7 @@ class _Pass:
                 return None
 
     def _results_of_parts(
-        self, cuts: LayerBlocks, cut: Cut, tables: Sequence[torch.Tensor], sums: "_GradientSums | None"
+        self, cuts: LayerBlocks, cut: Cut, tables: Sequence[torch.Tensor], sums: "GradientSums | None"
     ) -> list[torch.Tensor]:
         """Return the results of one target whose edges are read in parts, a stage after the other.
 
@@ -380,7 +381,7 @@ class _PartsPass(_Pass):
         seed: int,
         cuts: LayerBlocks,
         cut: Cut,
-        sums: "_GradientSums | None",
+        sums: "GradientSums | None",
         outer: Sequence[torch.Tensor],
     ):
         more = {name: (value, value) for name, value in values.items()}
@@ -438,7 +439,7 @@ class _PartsPass(_Pass):
     ) -> list[torch.Tensor | None]:
         """Return the gradients of values of earlier stages; add those of the other tables to the call's sums."""
         assert self._sums is not None
-        sums = _GradientSumsOfParts(tables, wanted, self._sums, self._outer)
+        sums = GradientSumsOfParts(tables, wanted, self._sums, self._outer)
         # maxima are only compared with
         of_results = [None if is_max(op) else rows for op, rows in zip(self.operations, of_results, strict=True)]
         for block in self._parts():
@@ -455,63 +456,6 @@ class _PartsPass(_Pass):
             yield block
             if not self.stage.is_combined:
                 return
-
-
-class _GradientSums:
-    """Sums of gradients of tables, in float32 at least."""
-
-    def __init__(self, tables: Sequence[torch.Tensor], wanted: Sequence[bool]):
-        self._gradients = [
-            torch.zeros_like(table, dtype=torch.promote_types(table.dtype, torch.float32)) if wants else None
-            for table, wants in zip(tables, wanted, strict=True)
-        ]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the sums in bytes."""
-        return sum(total.nbytes for total in self._gradients if total is not None)
-
-    def wants(self, number: int) -> bool:
-        """Return whether a table wants a gradient."""
-        return self._gradients[number] is not None
-
-    def add(self, number: int, where: Any, rows: torch.Tensor) -> None:
-        """Add to a table's gradient, at rows that are all different."""
-        total = self._gradients[number]
-        assert total is not None
-        if isinstance(where, torch.Tensor):
-            total.index_add_(0, where, rows.to(total.dtype))
-        else:
-            total[slice(None) if where is None else where] += rows
-
-    def finished(self, tables: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Return the gradients in the tables' dtypes."""
-        return [
-            None if total is None else total.to(table.dtype)
-            for total, table in zip(self._gradients, tables, strict=True)
-        ]
-
-
-class _GradientSumsOfParts(_GradientSums):
-    """Sums of gradients, some of which are those of another call."""
-
-    def __init__(
-        self, tables: Sequence[torch.Tensor], wanted: Sequence[bool], outer: _GradientSums, numbers: Mapping[int, int]
-    ):
-        own = [wants and number not in numbers for number, wants in enumerate(wanted)]
-        super().__init__(tables, own)
-        self._outer, self._numbers = outer, numbers
-
-    def wants(self, number: int) -> bool:
-        """Return whether a table wants a gradient."""
-        return self._outer.wants(self._numbers[number]) if number in self._numbers else super().wants(number)
-
-    def add(self, number: int, where: Any, rows: torch.Tensor) -> None:
-        """Add to a table's gradient, at rows that are all different."""
-        if number in self._numbers:
-            self._outer.add(self._numbers[number], where, rows)
-        else:
-            super().add(number, where, rows)
 
 
 class _Streamed(torch.autograd.Function):
@@ -586,38 +530,3 @@ _End = tuple[str, bool]
 
 def _end_of(argument: Input) -> _End:
     return argument.name, argument.domain in (Domain.TARGET, Domain.TARGET_TYPE)
-
-
-class _PassClock:
-    """The time and the edges of one pass, from when its first block is there."""
-
-    def __init__(self, graph: StreamedGraph, *, is_backward: bool):
-        self._graph, self._is_backward = graph, is_backward
-        self._start_s: float | None = None
-        self._num_blocks = self._num_edges = 0
-
-    def add(self, cut: Cut, start_s: float) -> None:
-        """Count a block that was computed since ``start_s``."""
-        self._start_s = start_s if self._start_s is None else self._start_s
-        self._num_blocks += max(1, len(cut.parts))
-        self._num_edges += cut.last_edge - cut.first_edge
-        self._graph.work.add(compute_s=time.perf_counter() - start_s)
-
-    def stop(self) -> None:
-        """Note the pass."""
-        seconds = 0.0 if self._start_s is None else time.perf_counter() - self._start_s
-        self._graph.work.passes.append(TimedPass(self._is_backward, self._num_blocks, self._num_edges, seconds))
-
-
-def _waited(
-    graph: StreamedGraph, blocks: Iterator[tuple[Cut, StreamBlock | None]]
-) -> Iterator[tuple[Cut, StreamBlock | None]]:
-    """Yield the blocks, and count how long each was waited for."""
-    while True:
-        start_s = time.perf_counter()
-        item = next(blocks, None)
-        graph.work.add(stall_s=time.perf_counter() - start_s)
-        if item is None:
-            return
-        yield item
-        del item
