@@ -202,11 +202,11 @@ def equal(settings: Any, folder: str) -> Iterator[Row]:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser(__doc__ or "")
-    options.add_argument("--nodes", type=int, default=100_000)
+    options.add_argument("--nodes", type=int, default=75_000)
     options.add_argument("--edges", type=int, default=40_000_000)
     options.add_argument("--types", type=int, default=16)
     options.add_argument("--width", type=int, default=32)
-    options.add_argument("--share", type=float, default=0.25, help="share of the cap that blocks may take")
+    options.add_argument("--share", type=float, default=0.2, help="share of the cap that blocks may take")
     options.add_argument("--rounds", type=int, default=2, help="steps that are measured")
     options.add_argument("--train", help="for processes of this benchmark")
     settings = options.parse_args(arguments)
