@@ -19,7 +19,7 @@ _LIVE = 0.7
 _FILLED = 0.9
 """Share of that for which a block's size is chosen, from the blocks before it."""
 _INDEX_BYTES = 128
-"""Bytes of edges and indexes for each edge, before any were built."""
+"""Bytes of edges and indexes for each edge or target, before any were built."""
 _FIRST_EDGES = 2**16
 """Most edges of the first block, from which the others are estimated."""
 _FIRST_EDGE_BYTES = 512
@@ -169,7 +169,7 @@ def _size_of(block: StreamBlock) -> int:
 
 
 def _index_bytes(block: StreamBlock) -> int:
-    """Return the bytes of a block's edges and indexes, and of what building the largest of them takes."""
+    """Return the bytes of a block's edges and indexes."""
     edges = block.graph.indexes.edges
     arrays = (edges.edge_index, edges.edge_type, *edges.node_types, block.sources, block.positions)
     return sum(array.nbytes for array in arrays if array is not None) + block.graph.indexes.kept.nbytes
