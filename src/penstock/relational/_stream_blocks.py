@@ -1,11 +1,12 @@
 """How a streamed graph is cut into blocks for a layer, within the graph's budget, and read ahead of the computation."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import closing
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing, nullcontext
 from typing import Any
 
 import torch
 
+from penstock.devices import backend_of
 from penstock.errors import BudgetError
 from penstock.relational._peak import input_bytes, step_bytes
 from penstock.relational._run import CompiledProgram
@@ -44,8 +45,6 @@ class LayerBlocks:
 
         ``backwards`` begins at the end, where a pass forwards has left the file in memory.
         """
-        from penstock.unified import in_advance
-
         chosen: list[Cut] = []
         if self.graph.num_sampled is not None:
             read = self._sampled(self.graph.num_sampled)
@@ -54,19 +53,32 @@ class LayerBlocks:
         else:
             chosen = self._cuts
             read = self._read(reversed(chosen) if backwards else iter(chosen))
-        with closing(in_advance(read, ahead=1)) as blocks:
+        with self._ahead(read) as blocks:
             yield from blocks
         if self.graph.num_sampled is None:
             self._cuts = chosen
 
     def parts(self, cut: Cut) -> Iterator[StreamBlock]:
         """Yield the parts of a target's edges."""
-        from penstock.unified import in_advance
-
-        with closing(in_advance(self._read(cut.part(*edges) for edges in cut.parts), ahead=1)) as blocks:
+        with self._ahead(self._read(cut.part(*edges) for edges in cut.parts)) as blocks:
             for _, block in blocks:
                 assert block is not None
                 yield block
+
+    def _ahead(
+        self, read: Iterator[tuple[Cut, StreamBlock | None]]
+    ) -> "closing[Generator[tuple[Cut, StreamBlock | None], None, None]]":
+        """Return the blocks, one read in advance by a thread, on the stream that computes here and frees them."""
+        from penstock.unified import in_advance
+
+        streams = backend_of(self.graph.device).streams
+        stream: Any = nullcontext() if streams is None else streams.current()
+
+        def on_stream() -> Iterator[tuple[Cut, StreamBlock | None]]:
+            with stream:
+                yield from read
+
+        return closing(in_advance(on_stream(), ahead=1))
 
     def learn(self, block: StreamBlock) -> None:
         """Note which indexes the layer has built for a block, so that they are built in advance for the next ones."""
