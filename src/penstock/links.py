@@ -46,3 +46,5 @@ HOST = Place("host")
 """Main memory, if the device has memory of its own."""
 DISK = Place("disk")
 """Files in directories, usually on an SSD."""
+PEER = Place("peer")
+"""Main memory and disks of other machines."""

@@ -5,6 +5,7 @@ own, and work in a thread beside the step. Who waits for a message knows whose i
 failed is named, which a collective cannot do.
 """
 
+import datetime as dt
 import json
 import os
 import time
@@ -45,7 +46,7 @@ class RankGroup:
         self._store = _store_of(group)
         assert group is not None
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
-        self._patience_s = patience_s
+        self.patience_s = patience_s
         _counts[group.group_name] += 1
         self._prefix = f"penstock/{_counts[group.group_name]}"
         self._num_messages = 0
@@ -85,6 +86,36 @@ class RankGroup:
                 self._set(f"failed/{self.rank}", json.dumps(failed))
             raise
 
+    def tell_failure(self, error: RankError) -> None:
+        """Let ranks that miss this one later know what made it fail."""
+        with suppress(RankError):
+            self._set(f"failed/{self.rank}", json.dumps([str(error), error.ranks]))
+
+    def failure_of(self, rank: int, within_s: float) -> tuple[str, tuple[int, ...]] | None:
+        """Return what made a rank fail and the ranks to blame, if it tells within so many seconds; else ``None``."""
+        end_s = time.monotonic() + within_s
+        while True:
+            try:
+                failure = self._text(f"failed/{rank}")
+            except RankError:
+                return None
+            if failure is not None:
+                message, ranks = json.loads(failure)
+                return message, tuple(ranks)
+            if time.monotonic() >= end_s:
+                return None
+            time.sleep(_LONGEST_POLL_S)
+
+    def connect(self) -> Any:  # any: a ProcessGroupGloo, a name that builds without it lack
+        """Return gloo connections between the same ranks, for messages of their own. All ranks make this call.
+
+        They are closed when nobody refers to the object. ``torch.distributed.new_group`` would name a group by the
+        number of groups that a rank has, which need not be the same on all of them.
+        """
+        store = distributed.distributed_c10d.PrefixStore(f"{self._prefix}/gloo", self._store)
+        patience = dt.timedelta(seconds=self.patience_s)
+        return distributed.distributed_c10d.ProcessGroupGloo(store, self.rank, self.size, patience)
+
     def _received(self, rank: int, step: int) -> str:
         """Return a rank's message, once it is there."""
         key, poll_s = f"{step}/{rank}", _SHORTEST_POLL_S
@@ -93,16 +124,15 @@ class RankGroup:
             text = self._text(key)
             if text is not None:
                 return text
-            failure = self._text(f"failed/{rank}")
+            failure = self.failure_of(rank, 0)
             if failure is not None:
-                message, ranks = json.loads(failure)
-                raise RankError(message, ranks=tuple(ranks))
+                raise RankError(failure[0], ranks=failure[1])
             now = self._text(f"beat/{rank}")
             if now != beat:
                 beat, since_s = now, time.monotonic()
-            if time.monotonic() - since_s > self._patience_s:
+            if time.monotonic() - since_s > self.patience_s:
                 raise RankError(
-                    f"rank {rank} gave no sign of life for {format_duration(self._patience_s)}: it has died, hangs, or "
+                    f"rank {rank} gave no sign of life for {format_duration(self.patience_s)}: it has died, hangs, or "
                     "does not make this call. All ranks of the group must make it, in the same order",
                     ranks=(rank,),
                 )
@@ -143,8 +173,12 @@ def rank_in(group: distributed.ProcessGroup) -> tuple[int, int]:
 
 
 def machine_name() -> str:
-    """Return a name that two processes share if they run on one machine and see each other's process numbers."""
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    """Return a name that two processes share if they run on one machine and see each other's process numbers.
+
+    ``$PENSTOCK_MACHINE`` is part of it: with different ones, processes of one machine take themselves for several.
+    """
+    booted, name = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.environ.get("PENSTOCK_MACHINE", "")
+    return f"{booted} {os.readlink('/proc/self/ns/pid')} {name}"
 
 
 def _store_of(

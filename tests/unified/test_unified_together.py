@@ -126,7 +126,7 @@ def _charges(rank, path):
     features = opened(path, rank, budget=budget)
     held = [None, None]
     distributed.all_gather_object(held, budget.held_bytes("host"))
-    assert abs(held[0] - held[1]) <= 8192 and 0.9 * features.host_bytes < sum(held) <= HOST_BYTES + 8192
+    assert abs(held[0] - held[1]) <= 8192 and 0.9 * features.host_bytes < sum(held) <= HOST_BYTES
     features.close()
     assert budget.held_bytes("host") == 0
 

@@ -11,7 +11,8 @@ tensor([[6., 7., 8.],
   options; `advise` tells the driver how its memory is used (`Advice`).
 - `place`, `Operand`, `operand_of`, `Preference`: the rules for where an operator with unified operands runs.
 - `TieredFeatures`: rows on the device, in host memory and on an SSD under one index; `FeatureStatistics`.
-- `plan_tiers`: decides which rows lie where; `TierProblem`, `TierPlan`, and `verify`, which checks a plan.
+- `plan_tiers`: decides which rows lie where; `TierProblem`, `Peers` (machines that hold a table together),
+  `TierPlan`, and `verify`, which checks a plan.
 - `expected_accesses`, `count_accesses`: predict what a sampler will read, or count what it has read.
 - `write_features`: writes rows to a file that can be read row by row at the disk's rate; `check` verifies its
   checksums.
@@ -41,6 +42,7 @@ from penstock.unified._placement import operand_of as operand_of
 from penstock.unified._placement import place as place
 from penstock.unified._plan import TierPlan as TierPlan
 from penstock.unified._plan import plan_tiers as plan_tiers
+from penstock.unified._problem import Peers as Peers
 from penstock.unified._problem import TierProblem as TierProblem
 from penstock.unified._sampler import Block as Block
 from penstock.unified._sampler import HeteroNeighborSampler as HeteroNeighborSampler

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -41,6 +42,19 @@ class ReadReport:
     """Bytes that these requests read: whole sectors, including gaps between rows."""
     disk_s: float = 0.0
     """Seconds until the last of them was answered."""
+    num_peer: int = 0
+    """Number of rows that came from the memory of another machine."""
+    num_peer_disk: int = 0
+    """Number of rows that came from the disk of another machine."""
+    peer_s: float = 0.0
+    """Seconds until the last of these had come; reading from this machine's disk goes on meanwhile."""
+
+
+class RowReader(Protocol):
+    """Whatever reads rows that are not in memory, as `RowFiles` does."""
+
+    def read(self, rows: torch.Tensor, kind: RowType, out: torch.Tensor, positions: torch.Tensor | None) -> ReadReport:
+        """Read rows (``int64 [n]``, in range) into ``out`` (contiguous; at ``positions``, ``int64 [n]``)."""
 
 
 class _CFiles(ctypes.Structure):
@@ -93,10 +107,19 @@ class RowFiles:
             )
         self._cache = PageCache.of(self.tables, self._descriptors) if library() is not None else None
 
-    def read(self, rows: torch.Tensor, kind: RowType, out: torch.Tensor, positions: torch.Tensor | None) -> ReadReport:
+    def read(
+        self,
+        rows: torch.Tensor,
+        kind: RowType,
+        out: torch.Tensor,
+        positions: torch.Tensor | None,
+        *,
+        from_cache: bool = True,
+    ) -> ReadReport:
         """Read rows (``int64 [n]``, in range) into ``out`` (contiguous; at ``positions``, ``int64 [n]``).
 
-        Raises ``TierReadError`` if a request fails or the file has become too short.
+        Without ``from_cache`` the disk gives rows that the page cache has too. Raises ``TierReadError`` if a request
+        fails or the file has become too short.
         """
         if not len(rows) or not kind.row_bytes:
             return ReadReport(num_requests=0, read_bytes=0)
@@ -110,7 +133,8 @@ class RowFiles:
             stride_bytes=table.stride_bytes, align_bytes=self.align_bytes, gap_bytes=_GAP_BYTES,
             most_bytes=MOST_BYTES, depth=self.depth, by_ring=self.by_ring,
         )  # fmt: skip
-        cache = self._cache.usable(len(rows) * kind.row_bytes) if self._cache is not None else None
+        known = self._cache if from_cache else None
+        cache = known.usable(len(rows) * kind.row_bytes) if known is not None else None
         # its threads and its ring live for one call, so that none is missing after a fork
         compiled.penstock_read_rows(
             ctypes.byref(files), None if cache is None else ctypes.byref(cache), self.num_rows, address(rows),
@@ -118,8 +142,8 @@ class RowFiles:
         )  # fmt: skip
         if report.error:
             raise _read_error(self.tables[report.file], report.offset, report.size, report.error)
-        if self._cache is not None:
-            self._cache.learn(report.num_cached, report.num_faults)
+        if known is not None:
+            known.learn(report.num_cached, report.num_faults)
         return ReadReport(
             num_cached=report.num_cached, num_requests=report.num_requests, read_bytes=report.bytes,
             disk_s=report.disk_ns / 1e9,

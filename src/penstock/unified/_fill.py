@@ -13,7 +13,7 @@ from penstock.directio import warn_of_memory
 from penstock.errors import BudgetError
 from penstock.tiers import Budget, Charges, DiskSpec
 from penstock.unified._aligned import check_all, stride_for
-from penstock.unified._disk import RowFiles
+from penstock.unified._disk import RowFiles, RowReader
 from penstock.unified._files import find_table
 from penstock.unified._memory import InPlace, Memory, exact
 from penstock.unified._plan import TierPlan
@@ -158,12 +158,12 @@ def held_on_device(
         return None
     account.charge("device", len(rows) * stored.row_bytes)
     device = stored.empty(len(rows), device=store.device)
-    copy_rows(store.files, tensor, rows, device, stored, alive)
+    copy_rows(store.peers or store.files, tensor, rows, device, stored, alive)
     return device
 
 
 def copy_rows(
-    files: RowFiles | None,
+    files: RowReader | None,
     tensor: torch.Tensor | None,
     rows: torch.Tensor,
     into: torch.Tensor,

@@ -7,6 +7,34 @@ import torch
 from penstock.arguments import check_fields
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peers:
+    """The machines that hold a table together, as one of them sees the others."""
+
+    num_machines: int
+    """Number of machines, this one included."""
+    machine: int
+    """Number of this machine among them."""
+    peer_row_s: float
+    """Seconds that a row from another machine takes, with many under way; measured by `TieredFeatures`."""
+    disk_row_s: float
+    """Seconds that a row from a disk takes, with many under way; measured by `TieredFeatures`."""
+    part_rows: tuple[int, ...] | None = None
+    """Rows in the file of each machine, whose parts follow each other; ``None`` if each file has all rows."""
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self, "Peers(num_machines=4, machine=0, peer_row_s=2e-6, disk_row_s=8e-6)", num_machines=1, machine=0,
+            peer_row_s=0, disk_row_s=0,
+        )  # fmt: skip
+        if self.machine >= self.num_machines or len(self.part_rows or range(self.num_machines)) != self.num_machines:
+            raise ValueError(
+                f"`machine` must be one of {self.num_machines} machines, from 0, and `part_rows` one number for each, "
+                f"got {self.machine} and {self.part_rows}: "
+                "Peers(num_machines=2, machine=1, peer_row_s=2e-6, disk_row_s=8e-6, part_rows=(500, 500))"
+            )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TierProblem:
     """The rows, and the space that each tier has for them."""
@@ -24,6 +52,8 @@ class TierProblem:
 
     ``None`` if all rows are alike.
     """
+    peers: Peers | None = None
+    """Machines that hold the table together, each with these bytes; ``None`` for one machine."""
 
     def __post_init__(self) -> None:
         check_fields(
@@ -34,3 +64,6 @@ class TierProblem:
             device_bytes=0,
             host_bytes=0,
         )
+        part_rows = None if self.peers is None else self.peers.part_rows
+        if part_rows is not None and sum(part_rows) != self.num_rows:
+            raise ValueError(f"`part_rows` must add up to the table's {self.num_rows} rows, got {part_rows}")

@@ -27,13 +27,15 @@ class HostShare:
 
     num_ranks: int = 1
     """Number of ranks that share the budget."""
+    peer_bytes: int = 0
+    """Bytes of buffers for rows from other machines and for them, in each rank; 0 if no machine asks another."""
     reads_bytes: int = 0
     """Bytes for rows that one of several ranks has read from the disk, so that the others need not."""
 
     @property
     def own_bytes(self) -> int:
         """Bytes that each rank needs for itself."""
-        return self.buffer_bytes + (self.in_flight_bytes or 0)
+        return self.buffer_bytes + self.peer_bytes + (self.in_flight_bytes or 0)
 
     @property
     def beside_bytes(self) -> int:
@@ -50,44 +52,52 @@ def share_host(
     in_flight: int | None,
     buffer_bytes: int,
     num_ranks: int = 1,
+    peer_bytes: int = 0,
+    page_bytes: int = 0,
 ) -> HostShare:
     """Divide ``host_bytes`` (``None``: no bound) of a machine between rows and the rest.
 
-    ``in_flight`` is as asked, for all ranks; ``buffer_bytes``, of each rank, counts only if a disk is needed. Raises
+    ``in_flight`` is as asked, for all ranks; ``buffer_bytes``, of each rank, counts only if a disk is needed, and
+    ``peer_bytes``, of each rank, in any case, as do ``page_bytes`` for shared memory in whole pages. Raises
     ``BudgetError``, which names the smallest budget that works, if it is less than what must be held.
     """
-    total, places = num_rows * row_bytes, ROW_NUMBER_BYTES * num_rows
-    if host_bytes is None or total <= host_bytes:
-        left = in_flight if in_flight is not None or host_bytes is None else host_bytes - total
+    total, places = num_rows * row_bytes, ROW_NUMBER_BYTES * num_rows + page_bytes
+    whole = total + num_ranks * peer_bytes + page_bytes
+    if host_bytes is None or whole <= host_bytes:
+        left = in_flight if in_flight is not None or host_bytes is None else host_bytes - whole
         is_split = host_bytes is None and device_bytes > 0
         return HostShare(
             rows_bytes=host_bytes, places_bytes=places if is_split else 0, buffer_bytes=0,
             in_flight_bytes=None if left is None else left // num_ranks, needs_disk=False, num_ranks=num_ranks,
+            peer_bytes=peer_bytes,
         )  # fmt: skip
-    without_disk = _rows_beside(places + (in_flight or 0), host_bytes, row_bytes)
+    without_disk = _rows_beside(places + num_ranks * peer_bytes + (in_flight or 0), host_bytes, row_bytes)
     if without_disk + device_bytes >= total:
         return HostShare(
             rows_bytes=without_disk, places_bytes=places, buffer_bytes=0,
             in_flight_bytes=None if in_flight is None else in_flight // num_ranks, needs_disk=False,
-            num_ranks=num_ranks,
+            num_ranks=num_ranks, peer_bytes=peer_bytes,
         )  # fmt: skip
-    # an eighth for rows that are on their way, half of which several ranks use together
-    reads = host_bytes // 16 if num_ranks > 1 else 0
+    # an eighth for rows that are on their way, half of which is kept a while for who needs them next
+    keeps = num_ranks > 1 or peer_bytes > 0
+    reads, buffers = host_bytes // 16 if keeps else 0, num_ranks * (buffer_bytes + peer_bytes)
     ahead = host_bytes // 8 - reads if in_flight is None else in_flight
-    fixed = places + num_ranks * buffer_bytes + ahead + reads
+    fixed = places + buffers + ahead + reads
     if fixed > host_bytes:
         # shares grow with a larger budget
-        grown = 1 / 8 if in_flight is None else 1 / 16 if num_ranks > 1 else 0
-        constant = places + num_ranks * buffer_bytes + (0 if in_flight is None else in_flight)
+        grown = 1 / 8 if in_flight is None else 1 / 16 if keeps else 0
+        constant = places + buffers + (0 if in_flight is None else in_flight)
         least = constant + math.ceil(constant * grown / (1 - grown))
         raise BudgetError(
             f"`host` must be at least {least}, got {format_bytes(host_bytes)}: {format_bytes(places)} are "
-            f"needed to know where each row is, {format_bytes(num_ranks * buffer_bytes)} to read from the disk and "
+            f"needed to know where each row is, {format_bytes(buffers)} to read from the disk"
+            f"{' and from other machines' if peer_bytes else ''}, and "
             f"{format_bytes(ahead + reads)} for rows read in advance"
         )
     return HostShare(
         rows_bytes=_rows_beside(fixed, host_bytes, row_bytes), places_bytes=places, buffer_bytes=buffer_bytes,
         in_flight_bytes=ahead // num_ranks, needs_disk=True, num_ranks=num_ranks, reads_bytes=reads,
+        peer_bytes=peer_bytes,
     )  # fmt: skip
 
 

@@ -1,10 +1,10 @@
-"""Rows that one rank has read from the disk, and that the other ranks of the machine need too."""
+"""Rows that one rank has read from a disk or another machine, and that the ranks of this machine may need again."""
 
 import ctypes
 
 import torch
 
-from penstock.unified._disk import ReadReport, RowFiles
+from penstock.unified._disk import ReadReport, RowReader
 from penstock.unified._library import address, library
 from penstock.unified._rows import RowType
 
@@ -34,7 +34,7 @@ class _CShared(ctypes.Structure):
 
 
 class SharedReads:
-    """Slots in shared memory for rows that were read from the disk; the oldest make room for new ones.
+    """Slots in shared memory for rows that were read from elsewhere; the oldest make room for new ones.
 
     ``memory``: zeros, ``uint8``, shared by all processes that make such an object of it, for rows of ``kind``.
     """
@@ -54,7 +54,7 @@ class SharedReads:
         self._num_skipped = 0
 
     def read(
-        self, files: RowFiles, rows: torch.Tensor, kind: RowType, out: torch.Tensor, positions: torch.Tensor | None
+        self, files: RowReader, rows: torch.Tensor, kind: RowType, out: torch.Tensor, positions: torch.Tensor | None
     ) -> tuple[int, list[ReadReport]]:
         """Read rows like ``files.read``, but those that another rank has read, or is reading, come from there.
 

@@ -1,5 +1,6 @@
 """The rows of a table on the device, in host memory and on the disk, and how a mini-batch of them is read."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from penstock.unified._disk import RowFiles
 from penstock.unified._gather import gather_rows, has_triton, in_order, start_gather
 from penstock.unified._library import address, library
 from penstock.unified._memory import InPlace, Memory
+from penstock.unified._peer_rows import PeerRows
 from penstock.unified._readers import Readers
 from penstock.unified._rows import RowType, as_index, check_range, gather, out_of_range, read_rows
 from penstock.unified._sharing import SharedReads
@@ -26,7 +28,13 @@ class FeatureStatistics:
     cached_rows: int = 0
     """Rows that lay on the disk, but that the system still had in its page cache."""
     shared_rows: int = 0
-    """Rows that lay on the disk, but that another rank of this machine had read."""
+    """Rows that lay elsewhere, but that a rank of this machine had read not long before."""
+    peer_rows: int = 0
+    """Rows that came from the memory of another machine."""
+    peer_disk_rows: int = 0
+    """Rows that another machine read from its disk."""
+    peer_s: float = 0.0
+    """Seconds in which rows from other machines were awaited, in all threads."""
     disk_rows: int = 0
     """Rows that came from the disk."""
     disk_requests: int = 0
@@ -40,9 +48,12 @@ class FeatureStatistics:
 
     @property
     def hit_rate(self) -> float:
-        """Share of rows that were held on the device or in host memory, as planned; 1 if none were read."""
-        held = self.device_rows + self.host_rows
-        total = held + self.cached_rows + self.shared_rows + self.disk_rows
+        """Share of rows that were held on a device or in host memory, as planned; 1 if none were read.
+
+        Memory of other machines counts.
+        """
+        held = self.device_rows + self.host_rows + self.peer_rows
+        total = held + self.cached_rows + self.shared_rows + self.disk_rows + self.peer_disk_rows
         return held / total if total else 1.0
 
     @property
@@ -84,8 +95,12 @@ class RowStore:
         """The rows in memory."""
         self.files: RowFiles | None = None
         """The files with all rows; ``None`` if memory holds them all."""
+        self.peers: PeerRows | None = None
+        """Rows that other machines hold; ``None`` if this one needs no other."""
         self.shared: SharedReads | None = None
-        """Rows that other ranks of this machine have read from the files; ``None`` if no ranks share the table."""
+        """Rows that ranks of this machine have read lately; ``None`` if no ranks share the table."""
+        self.give_back: Callable[[], object] = lambda: None
+        """Gives back what was charged for what is held here."""
         self.counts = Counts(FeatureStatistics())
         """The cost of reading rows so far."""
         self._readers = Readers(closed)
@@ -102,12 +117,33 @@ class RowStore:
             with torch.cuda.device(self.device):
                 return self._read_for_device(index)
 
-    def close(self) -> None:
-        """Close files and free memory once nobody reads. Idempotent."""
+    def close(self, wait_s: float | None = 0.0) -> None:
+        """Close files and free memory once nobody reads. Idempotent.
+
+        Other machines read until they close the table too: waits for that at most ``wait_s`` seconds (``None``: as long
+        as ranks may take to answer), and else leaves it to the thread of the last.
+        """
         self._readers.close()
+        if self.peers is None:
+            self.let_go()
+        else:
+            self.peers.link.leave(wait_s)
+
+    def let_go(self) -> None:
+        """Close files and free memory, now."""
         if self.files is not None:
             self.files.close()
+        if self.peers is not None:
+            self.peers.let_go()
         self.held, self.shared = HeldRows.none(), None
+        self.give_back()
+
+    def abandon(self) -> None:
+        """Give back what was charged, or do so once no other machine needs the rows: the table is gone."""
+        if self.peers is None:
+            self.give_back()
+        else:
+            self.peers.link.leave(0.0)
 
     def _read_by_cpu(self, index: torch.Tensor) -> torch.Tensor:
         held = self.held
@@ -166,16 +202,21 @@ class RowStore:
     def _read_cold(self, rows: torch.Tensor, out: torch.Tensor, positions: torch.Tensor | None) -> None:
         if not len(rows):
             return
-        assert self.files is not None
+        reader = self.peers or self.files
+        assert reader is not None
         num_shared, reports = 0, []
         if self.shared is None:
-            reports.append(self.files.read(rows, self.kind, out, positions))
+            reports.append(reader.read(rows, self.kind, out, positions))
         else:
-            num_shared, reports = self.shared.read(self.files, rows, self.kind, out, positions)
+            num_shared, reports = self.shared.read(reader, rows, self.kind, out, positions)
         num_cached = sum(report.num_cached for report in reports)
-        num_rows = len(rows) - num_shared - num_cached
+        num_peer, num_peer_disk = (
+            sum(report.num_peer for report in reports), sum(report.num_peer_disk for report in reports),
+        )  # fmt: skip
+        num_rows = len(rows) - num_shared - num_cached - num_peer - num_peer_disk
         self.counts.add(
-            shared_rows=num_shared, cached_rows=num_cached, disk_rows=num_rows,
+            shared_rows=num_shared, cached_rows=num_cached, disk_rows=num_rows, peer_rows=num_peer,
+            peer_disk_rows=num_peer_disk, peer_s=sum(report.peer_s for report in reports),
             disk_requests=sum(report.num_requests for report in reports),
             disk_read_bytes=sum(report.read_bytes for report in reports),
             disk_row_bytes=num_rows * self.kind.row_bytes, disk_s=sum(report.disk_s for report in reports),

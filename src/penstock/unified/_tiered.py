@@ -3,7 +3,7 @@
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.context import get_spawning_popen
 from typing import Any, Self
 
@@ -24,7 +24,7 @@ from penstock.unified._problem import TierProblem
 from penstock.unified._rows import RowType, as_index, as_rows, check_range, out_of_range
 from penstock.unified._share import ROW_NUMBER_BYTES, HostShare, share_host
 from penstock.unified._store import FeatureStatistics, RowStore
-from penstock.unified._together import Together
+from penstock.unified._together import ROUNDING_BYTES, Spread, Together
 from penstock.units import format_bytes, parse_bytes
 
 _CLOSED = "these features were closed; read rows inside of `with TieredFeatures(...) as features:`"
@@ -90,14 +90,20 @@ class TieredFeatures(torch.Tensor):
         scale: torch.Tensor | float | None = None,
         budget: Budget | None = None,
         group: distributed.ProcessGroup | None = None,
+        peers: Spread | None = None,
         patience_s: float = PATIENCE_S,
         verify: bool = False,
         progress: bool = True,
     ) -> Self:
         """Make a table from ``source``. As a tensor it has no storage, since its rows lie in several."""
+        if peers is not None and group is None:
+            raise ValueError(
+                "`peers` goes with a `group`, whose ranks are on the machines that hold the table together: "
+                "TieredFeatures(path, host='8GiB', group=torch.distributed.group.WORLD, peers='copies')"
+            )
         ranks = None if group is None else RankGroup(group, patience_s)
         with contextlib.nullcontext() if ranks is None else ranks.all_or_none():
-            together = None if ranks is None else Together(ranks)
+            together = None if ranks is None else Together(ranks, peers)
             device_bytes = parse_bytes(device_budget)
             place = _device_with(device_bytes, device)
             if budget is not None:
@@ -112,7 +118,8 @@ class TieredFeatures(torch.Tensor):
             }
             if together is not None:
                 together.check(rows, kind, scores, verify=verify, **limits)
-            share = _shared_out(rows, kind, limits, disk, 1 if together is None else together.num_here)
+                rows = together.whole(rows)
+            share = _shared_out(rows, kind, limits, disk, together)
             problem = TierProblem(
                 num_rows=rows.shape[0], row_bytes=kind.row_bytes, device_bytes=device_bytes,
                 host_bytes=share.rows_bytes, scores=scores,
@@ -136,20 +143,22 @@ class TieredFeatures(torch.Tensor):
         progress: bool,
     ) -> Self:
         """Return the table with its rows planned, charged for and read."""
-        shared = None if together is None else together.plan(problem, share, account)
-        self = cls._over(store, plan_tiers(problem) if shared is None else shared.plan, share, account)
+        store.give_back = account.give_back
         try:
             verify = verify and (together is None or together.number == 0)  # once a machine
             alive = (lambda: None) if together is None else together.ranks.beat
             store.files = open_files(rows, share, disk, account, verify=verify, progress=progress, alive=alive)
-            if together is None or shared is None:
-                fill(store, rows.tensor, self.plan, share.beside_bytes, account)
+            if together is None:
+                plan = plan_tiers(problem)
+                fill(store, rows.tensor, plan, share.beside_bytes, account)
             else:
+                shared = together.plan(together.connect(store, problem), share, account)
                 together.fill(store, shared, account)
+                plan = shared.plan
         except BaseException:
-            self.close()
+            store.close()
             raise
-        return self
+        return cls._over(store, plan, share)
 
     kind: RowType
     """The type of stored rows, and the type they are read as."""
@@ -157,16 +166,14 @@ class TieredFeatures(torch.Tensor):
     """The tier of every row."""
     _store: RowStore
     _share: HostShare
-    _give_back: Callable[[], Any]
-    """Gives back what is charged for the table; called at the latest when the table goes."""
 
     @classmethod
-    def _over(cls, store: RowStore, plan: TierPlan, share: HostShare, account: Charges) -> Self:
+    def _over(cls, store: RowStore, plan: TierPlan, share: HostShare) -> Self:
         self: Self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, (store.num_rows, *store.kind.shape), dtype=store.kind.dtype, device=store.device
         )
         self.kind, self.plan, self._store, self._share = store.kind, plan, store, share
-        self._give_back = weakref.finalize(self, account.give_back)
+        weakref.finalize(self, store.abandon)
         return self
 
     @classmethod
@@ -180,7 +187,7 @@ class TieredFeatures(torch.Tensor):
             row_bytes=kind.row_bytes,
         )  # fmt: skip
         share = HostShare(rows_bytes=0, places_bytes=0, buffer_bytes=0, in_flight_bytes=None, needs_disk=False)
-        return cls._over(store, plan, share, Charges(None, "unified"))
+        return cls._over(store, plan, share)
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -339,15 +346,18 @@ class TieredFeatures(torch.Tensor):
         return self._store.counts.reset()
 
     def close(self) -> None:
-        """Close files and free memory once nobody reads. Idempotent; later reads raise an error."""
-        self._store.close()
-        self._give_back()
+        """Close files and free memory once nobody reads. Idempotent; later reads raise an error.
+
+        With ``peers`` it waits, for at most ``patience_s``, until the ranks of other machines that read rows here have
+        closed the table too.
+        """
+        self._store.close(wait_s=None)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._store.close(wait_s=None if kind is None else 0.0)  # who fails lets nobody wait
 
     def __copy__(self) -> Self:
         """Return the table itself: all copies share one table and one budget."""
@@ -376,14 +386,17 @@ def _features_in(args: Any, kwargs: Any) -> TieredFeatures:
 
 
 def _shared_out(
-    rows: RowSource, kind: RowType, limits: dict[str, int | None], disk: DiskSpec, num_ranks: int
+    rows: RowSource, kind: RowType, limits: dict[str, int | None], disk: DiskSpec, together: Together | None
 ) -> HostShare:
     """Divide the host budget. Raises ``BudgetError`` if that needs a disk, and none is given."""
     num_rows, device_bytes = rows.shape[0], limits["device_budget"] or 0
     stride_bytes = rows.table.stride_bytes if rows.table else stride_for(kind.row_bytes)
     share = share_host(
         limits["host"], num_rows=num_rows, row_bytes=kind.row_bytes, device_bytes=device_bytes,
-        in_flight=limits["in_flight"], buffer_bytes=buffer_bytes_for(stride_bytes, num_rows), num_ranks=num_ranks,
+        in_flight=limits["in_flight"], buffer_bytes=buffer_bytes_for(stride_bytes, num_rows),
+        num_ranks=1 if together is None else together.num_here,
+        peer_bytes=0 if together is None else together.peer_bytes(kind.row_bytes),
+        page_bytes=0 if together is None else ROUNDING_BYTES,
     )  # fmt: skip
     if share.needs_disk and rows.table is None and disk is None:
         raise BudgetError(

@@ -1,9 +1,10 @@
-"""A table that the ranks of a group hold together: one copy of its rows on each machine, filled by all of them."""
+"""A table that the ranks of a group hold together: one copy of its rows on each machine, or on all, filled by all."""
 
 import dataclasses
 import os
 import zlib
-from typing import Any
+from statistics import median
+from typing import Any, Literal
 
 import torch
 
@@ -11,29 +12,52 @@ from penstock.ranks import RankGroup, check_same, machine_name
 from penstock.tiers import Charges
 from penstock.unified._fill import RowSource, copy_rows, held_on_device, shaped
 from penstock.unified._memory import InPlace, Memory
+from penstock.unified._peer_link import link_bytes_for, partners
+from penstock.unified._peer_rows import PeerRows
 from penstock.unified._plan import TierPlan, plan_tiers
-from penstock.unified._problem import TierProblem
+from penstock.unified._problem import Peers, TierProblem
 from penstock.unified._rows import RowType
 from penstock.unified._share import ROW_NUMBER_BYTES, HostShare
 from penstock.unified._shared_memory import SharedMemory
 from penstock.unified._sharing import SharedReads, num_slots_in
 from penstock.unified._store import HeldRows, RowStore
+from penstock.unified._table import Table
 
 _PAGE_BYTES = 4096
+ROUNDING_BYTES = 5 * _PAGE_BYTES
+"""Bytes by which shared memory may exceed what is in it: its five parts are in whole pages."""
+_PROBES = 64
+"""Places of a file that are compared between machines, which have a copy each."""
+
+Spread = Literal["copies", "parts"]
+"""Machines whose files each have all rows, or each the next part of them."""
 
 
 class Together:
-    """The ranks of a group, and among them those on this machine, which share memory."""
+    """The ranks of a group, and among them those on this machine, which share memory.
 
-    def __init__(self, ranks: RankGroup):
+    ``peers``: whether machines also hold the table together, and what each one's file has of it; ``None`` if each has a
+    copy of its own.
+    """
+
+    def __init__(self, ranks: RankGroup, peers: Spread | None = None):
         self.ranks = ranks
-        places = ranks.exchange([machine_name(), os.getpid()])
-        mine = places[ranks.rank][0]
-        self.members = [rank for rank, (machine, _) in enumerate(places) if machine == mine]
+        places = ranks.exchange([machine_name(), os.getpid(), peers])
+        check_same("`peers`", [place[2] for place in places], list(range(ranks.size)))
+        names = [machine for machine, *_ in places]
+        self.machines = [
+            [rank for rank, name in enumerate(names) if name == machine] for machine in dict.fromkeys(names)
+        ]
+        """The ranks of each machine."""
+        self.machine, self.askers, _ = partners(self.machines, ranks.rank)
+        self.members = self.machines[self.machine]
         """The ranks on this machine, this one included."""
+        self.spread = peers if len(self.machines) > 1 else None
+        self.part_rows: tuple[int, ...] | None = None
+        """Rows in the file of each machine; ``None`` if each has all rows."""
         self.number = self.members.index(ranks.rank)
         """Number of this rank among them."""
-        self._processes = [process for _, process in places]
+        self._processes = [process for _, process, _ in places]
         self._planner = self.members[0]
         """The rank that plans, and reserves memory, for this machine."""
 
@@ -50,18 +74,64 @@ class Together:
                 "ranks share a file, since a tensor would be in memory once for each of them: on one rank "
                 "unified.write_features(path, tensor), then on all TieredFeatures(path, host='8GiB', group=group)"
             )
-        row = [*table.shape, str(table.dtype), table.stride_bytes]
-        self.ranks.agree("the table's shape and dtype", row)
+        has_parts = self.spread == "parts"
+        row = [*(table.shape[1:] if has_parts else table.shape), str(table.dtype), table.stride_bytes]
+        self.ranks.agree("the shape and dtype of rows" if has_parts else "the table's shape and dtype", row)
         scale = None if kind.scale is None else _checksum(kind.scale)
         self.ranks.agree("`key`, `dtype` and `scale`", [table.first_byte, str(kind.dtype), scale], self.members)
         state = os.stat(table.path)
         self.ranks.agree("the file", [state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns], self.members)
         for name, value in options.items():
-            self.ranks.agree(f"`{name}`", value, self.members)
+            everywhere = self.spread is not None and name == "device_budget"
+            self.ranks.agree(f"`{name}`", value, None if everywhere else self.members)
         sums = self.ranks.exchange(None if scores is None else _checksum(scores))
-        giving = [rank for rank in self.members if sums[rank] is not None]
+        givers = [[rank for rank in members if sums[rank] is not None] for members in self.machines]
+        giving = givers[self.machine]
         self._planner = (giving or self.members)[0]
         check_same("`scores`", sums, giving)
+        if self.spread is not None:
+            self._check_machines(source, givers, sums)
+
+    def _check_machines(self, source: RowSource, givers: list[list[int]], sums: list[int | None]) -> None:
+        """Raise `RankError` unless machines that answer each other make the same plan, of the same rows."""
+        leaders = [(giving or members)[0] for giving, members in zip(givers, self.machines, strict=True)]
+        check_same("`scores`, which one rank of each machine gives", sums, leaders)
+        assert source.table is not None
+        if self.spread == "copies":
+            self.ranks.agree("the file's content", _fingerprint(source.table))
+        else:
+            counts = self.ranks.exchange(source.table.shape[0])
+            self.part_rows = tuple(counts[members[0]] for members in self.machines)
+
+    def whole(self, source: RowSource) -> RowSource:
+        """Return the source with the shape of the whole table, if this machine's file has a part of it."""
+        if self.part_rows is None:
+            return source
+        return dataclasses.replace(source, shape=(sum(self.part_rows), *source.shape[1:]))
+
+    def peer_bytes(self, row_bytes: int) -> int:
+        """Return the bytes of buffers for rows from and for other machines, in each rank of this one."""
+        if self.spread is None:
+            return 0
+        most_askers = max(len(partners(self.machines, rank)[1]) for rank in self.members)
+        return link_bytes_for(row_bytes, len(self.machines), most_askers)
+
+    def connect(self, store: RowStore, problem: TierProblem) -> TierProblem:
+        """Connect this rank with other machines, if there are any to ask, and measure how fast these and disks are.
+
+        The store's files must be open. Returns the problem with what is the same on all machines.
+        """
+        if self.spread is None:
+            return problem
+        assert store.files is not None
+        store.peers = PeerRows(self.ranks, self.machines, store.files, store.kind, self.part_rows, store.let_go)
+        seconds = self.ranks.exchange(store.peers.row_seconds(self.ranks))
+        spaces = [space for space in self.ranks.exchange(problem.host_bytes) if space is not None]
+        peers = Peers(
+            num_machines=len(self.machines), machine=self.machine, part_rows=self.part_rows,
+            peer_row_s=median(peer_s for peer_s, _ in seconds), disk_row_s=median(disk_s for _, disk_s in seconds),
+        )  # fmt: skip
+        return dataclasses.replace(problem, host_bytes=min(spaces) if spaces else None, peers=peers)
 
     def plan(self, problem: TierProblem, share: HostShare, account: Charges) -> "SharedPlan":
         """Make the plan on one rank of each machine; the others map the memory in which it is.
@@ -80,15 +150,16 @@ class Together:
         if self.ranks.rank == self._planner:
             shared = self._led(plan_tiers(problem), problem.num_rows, share, account)
             descriptors = [shared.rows.descriptor, shared.numbers.descriptor]
-            told = dataclasses.asdict(shared.shape) | {"descriptors": descriptors}
+            told = {"shape": dataclasses.asdict(shared.shape), "descriptors": descriptors}
         told = self.ranks.exchange(told)[self._planner]
         assert told is not None
-        descriptors = told.pop("descriptors")
+        descriptors = told["descriptors"]
         if shared is None:
-            shape = _PlanShape(**told)
+            shape = _PlanShape(**told["shape"])
             self._charge(shape, share, account)
             shared = SharedPlan(
                 shape,
+                problem.peers,
                 *(
                     SharedMemory.open(self._processes[self._planner], descriptor, size_bytes, self.num_here)
                     for descriptor, size_bytes in zip(descriptors, shape.size_bytes(), strict=True)
@@ -110,13 +181,15 @@ class Together:
         host = shaped(raw, stored, shape.num_host)
         ends = [shape.num_host * number // self.num_here for number in range(self.num_here + 1)]
         mine = slice(ends[self.number], ends[self.number + 1])
-        copy_rows(store.files, None, plan.host_rows[mine], host[mine], stored, self.ranks.beat)
+        copy_rows(store.peers or store.files, None, plan.host_rows[mine], host[mine], stored, self.ranks.beat)
         device = held_on_device(store, None, plan.device_rows, stored, account, self.ranks.beat)
         self.ranks.exchange("filled")
-        store.held = HeldRows(
-            host=InPlace(host, Memory.of(host)), device=device,
-            places=places.view(torch.int32) if len(places) else None,
-        )  # fmt: skip
+        numbers = places.view(torch.int32) if len(places) else None
+        if store.peers is not None:
+            store.peers.hold(host, numbers, shape.num_device)
+            self.ranks.exchange("holds")  # before anybody asks
+            store.peers.ask_places()
+        store.held = HeldRows(host=InPlace(host, Memory.of(host)), device=device, places=numbers)
         if num_slots_in(len(reads), store.kind.width * store.kind.dtype.itemsize):
             store.shared = SharedReads(reads, store.kind)
 
@@ -129,18 +202,24 @@ class Together:
         shape = _PlanShape(
             num_rows=num_rows, num_host=num_host, num_device=num_device, row_bytes=plan.row_bytes,
             number_bytes=plan.host_rows.itemsize, reads_bytes=share.reads_bytes, device_share=plan.device_share,
-            host_share=plan.host_share,
+            host_share=plan.host_share, num_peer_rows=plan.num_peer_rows, num_peer_disk_rows=plan.num_peer_disk_rows,
+            num_replicated_rows=plan.num_replicated_rows, peer_share=plan.peer_share,
+            peer_disk_share=plan.peer_disk_share,
         )  # fmt: skip
         self._charge(shape, share, account)
         shared = SharedPlan(
             shape,
+            plan.peers,
             *(SharedMemory.create(size_bytes, self.num_here, self.ranks.beat) for size_bytes in shape.size_bytes()),
         )
         shared.plan.host_rows.copy_(plan.host_rows)
         shared.plan.device_rows.copy_(plan.device_rows)
         places = shared.row_parts()[1].view(torch.int32)
         if len(places):
-            places.fill_(-1)
+            if plan.answering is None:
+                places.fill_(-1)
+            else:
+                torch.sub(-2, plan.answering, out=places)
             places[plan.device_rows] = torch.arange(num_device, dtype=torch.int32, device="cpu")
             last = num_device + num_host
             places[plan.host_rows] = torch.arange(num_device, last, dtype=torch.int32, device="cpu")
@@ -149,7 +228,7 @@ class Together:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _PlanShape:
-    """The numbers of a plan, from which follows where what is in the shared memory."""
+    """The numbers of a plan, from which follows where what is in the shared memory. Wide because the plan is."""
 
     num_rows: int
     num_host: int
@@ -161,6 +240,11 @@ class _PlanShape:
     """Bytes for rows that one rank has read from the disk."""
     device_share: float
     host_share: float
+    num_peer_rows: int
+    num_peer_disk_rows: int
+    num_replicated_rows: int
+    peer_share: float
+    peer_disk_share: float
 
     def row_ends(self) -> list[int]:
         """Return where rows, places and rows read by others end; the latter two begin at whole pages."""
@@ -182,14 +266,19 @@ class SharedPlan:
     The numbers are apart from the rows, since a plan outlives its table.
     """
 
-    def __init__(self, shape: _PlanShape, rows: SharedMemory, numbers: SharedMemory):
+    def __init__(self, shape: _PlanShape, peers: Peers | None, rows: SharedMemory, numbers: SharedMemory):
         self.shape, self.rows, self.numbers = shape, rows, numbers
         dtype = torch.int32 if shape.number_bytes == ROW_NUMBER_BYTES else torch.int64
         host_rows, device_rows = _parts(numbers, shape.number_ends())
         self.plan = TierPlan(
             device_rows=device_rows.view(dtype), host_rows=host_rows.view(dtype),
-            num_disk_rows=shape.num_rows - shape.num_host - shape.num_device, device_share=shape.device_share,
-            host_share=shape.host_share, row_bytes=shape.row_bytes,
+            num_disk_rows=(
+                shape.num_rows - shape.num_host - shape.num_device - shape.num_peer_rows - shape.num_peer_disk_rows
+            ),
+            device_share=shape.device_share, host_share=shape.host_share, row_bytes=shape.row_bytes,
+            num_peer_rows=shape.num_peer_rows, num_peer_disk_rows=shape.num_peer_disk_rows,
+            num_replicated_rows=shape.num_replicated_rows, peer_share=shape.peer_share,
+            peer_disk_share=shape.peer_disk_share, peers=peers,
         )  # fmt: skip
         """The plan."""
 
@@ -209,6 +298,16 @@ def _ends(*sizes: int) -> list[int]:
 def _parts(memory: SharedMemory, ends: list[int]) -> list[torch.Tensor]:
     starts = [0, *(-(-end // _PAGE_BYTES) * _PAGE_BYTES for end in ends[:-1])]
     return [memory.part(start, end - start) for start, end in zip(starts, ends, strict=True)]
+
+
+def _fingerprint(table: Table) -> list[int]:
+    """Return the size of a file, and a checksum of numbers all over it: files of the same rows have the same ones."""
+    size_bytes, result = os.stat(table.path).st_size, 0
+    with table.path.open("rb") as file:
+        for number in range(_PROBES + 1):
+            file.seek(max(0, size_bytes - _PAGE_BYTES) * number // _PROBES)
+            result = zlib.crc32(file.read(_PAGE_BYTES), result)
+    return [table.first_byte, size_bytes, result]
 
 
 def _checksum(scores: torch.Tensor) -> int:

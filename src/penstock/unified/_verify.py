@@ -14,7 +14,13 @@ def verify(problem: TierProblem, plan: TierPlan) -> None:
     seen = torch.zeros(problem.num_rows, dtype=torch.int64, device="cpu")
     for rows in (plan.device_rows, plan.host_rows):
         seen.index_add_(0, rows, torch.ones(len(rows), dtype=torch.int64, device="cpu"))
-    if bool((seen > 1).any()) or int(seen.sum()) + plan.num_disk_rows != problem.num_rows:
+    if plan.answering is not None:
+        is_elsewhere = plan.answering >= 0
+        if int(is_elsewhere.sum()) != plan.num_peer_rows + plan.num_peer_disk_rows:
+            raise InternalError("other machines answer for more or fewer rows than the plan counts")
+        seen += is_elsewhere
+    num_seen = int(seen.sum()) + (0 if plan.answering is not None else plan.num_peer_rows + plan.num_peer_disk_rows)
+    if bool((seen > 1).any()) or num_seen + plan.num_disk_rows != problem.num_rows:
         raise InternalError("a row is in two tiers, or in none")
     if len(plan.device_rows) * problem.row_bytes > problem.device_bytes:
         raise InternalError("the device's rows exceed its budget")
@@ -23,7 +29,7 @@ def verify(problem: TierProblem, plan: TierPlan) -> None:
     if problem.scores is None:
         return
     scores = problem.scores.double()
-    below = seen == 0
+    below = seen == 0 if plan.peers is None or plan.answering is not None else torch.zeros_like(seen, dtype=torch.bool)
     tiers = [scores[plan.device_rows], scores[plan.host_rows], scores[below]]
     for number, upper in enumerate(tiers):
         for lower in tiers[number + 1 :]:
