@@ -10,7 +10,7 @@ VENV := $(if $(filter 2.13.0,$(TORCH)),.venv,.venv-torch-$(TORCH))
 BIN := $(VENV)/bin
 RUN := $(BIN)/python
 
-.PHONY: demo test check bench docs pictures gpu soak soak-rooms soak-files soak-tiers soak-fleets soak-misuse
+.PHONY: demo test check bench docs pictures gpu soak soak-rooms soak-files soak-tiers soak-fleets soak-ranks soak-misuse
 
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 
@@ -65,11 +65,11 @@ pictures: $(VENV)/ready
 	$(RUN) -m benchmarks.cli_pictures
 
 # Long campaigns, outside CI: an hour over all rooms, alone and together, under faults; damaged files of every format;
-# 10,000 put/get cycles under random faults; 100 faults against fleets; misuse of everything public. Each runs whatever
+# 10,000 put/get cycles under random faults; 100 faults against fleets; 1,000 trials of tables that ranks share; misuse of everything public. Each runs whatever
 # the others found.
 MINUTES ?= 60
 soak: $(VENV)/ready
-	$(MAKE) -k soak-rooms soak-files soak-tiers soak-fleets soak-misuse
+	$(MAKE) -k soak-rooms soak-files soak-tiers soak-fleets soak-ranks soak-misuse
 
 soak-rooms: $(VENV)/ready
 	mkdir -p $(OUT)
@@ -84,6 +84,10 @@ soak-tiers: $(VENV)/ready
 
 soak-fleets: $(VENV)/ready
 	$(RUN) -m benchmarks.fleet_faults
+
+soak-ranks: $(VENV)/ready
+	mkdir -p $(OUT)
+	OMP_NUM_THREADS=1 $(RUN) -m benchmarks.unified_faults --json $(OUT)/unified-faults.json
 
 soak-misuse: $(VENV)/ready
 	mkdir -p $(OUT)

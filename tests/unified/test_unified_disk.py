@@ -2,6 +2,9 @@
 
 import errno
 import os
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -48,6 +51,69 @@ def test_a_file_that_shrinks_is_told(either, tmp_path, kind):
         with pytest.raises(TierReadError, match="the file ends before that") as caught:
             features[torch.arange(3000)]
         assert caught.value.file == str(path) and caught.value.errno is None
+
+
+CUT_WHILE_READ = """
+import os, sys, threading, time, torch
+from penstock import unified
+from penstock.errors import TierReadError
+
+path, rows = sys.argv[1], torch.arange(20_000)
+table = (rows[:, None] * 3 + torch.arange(256)).float()
+unified.write_features(path, table, progress=False)
+whole = os.path.getsize(path)
+with open(path, "rb") as file:
+    file.read()  # into the page cache
+with unified.TieredFeatures(path, host="4MiB", in_flight=0) as features:
+    order = torch.randperm(20_000)
+    features[order]
+    counts = {"right": 0, "told": 0}
+    for number in range(20):
+        cutter = threading.Timer(0.0005 * number, os.truncate, (path, whole // 3))
+        cutter.start()
+        try:
+            while True:
+                assert torch.equal(features[order], table[order]), "wrong rows"
+                counts["right"] += 1
+        except TierReadError:
+            counts["told"] += 1
+        cutter.join()
+        with open(path, "r+b") as file:
+            file.seek(features._store.files.tables[0].first_byte)
+            file.write(table.numpy().tobytes())
+            os.ftruncate(file.fileno(), whole)
+print(counts["told"] == 20, features.statistics().cached_rows > 0)
+"""
+
+
+def test_a_file_that_is_cut_while_it_is_read_ends_no_process(tmp_path):
+    """Rows are copied from a map of the file, which has no such page any more."""
+    command = [sys.executable, "-c", CUT_WHILE_READ, str(tmp_path / "x")]
+    process = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert (process.returncode, process.stdout.strip()) == (0, "True True"), process.stderr
+
+
+OWN_MAP = """
+import mmap, os, sys, torch
+from penstock import unified
+
+path = sys.argv[1]
+unified.write_features(path, torch.zeros(20_000, 64), progress=False)
+with open(path, "rb") as file:
+    file.read()
+with unified.TieredFeatures(path, host="4MiB", in_flight=0) as features:
+    features[torch.arange(20_000)]
+    assert features.statistics().cached_rows
+with open(path, "r+b") as file:
+    pages = mmap.mmap(file.fileno(), 0)
+    os.ftruncate(file.fileno(), 4096)
+    pages[1_000_000]
+"""
+
+
+def test_the_signal_of_somebody_elses_map_is_passed_on(tmp_path):
+    process = subprocess.run([sys.executable, "-c", OWN_MAP, str(tmp_path / "x")], check=False, timeout=300)
+    assert process.returncode == -signal.SIGBUS
 
 
 def test_a_failed_read_is_told(either, tmp_path):

@@ -8,6 +8,8 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <pthread.h>
+#include <setjmp.h>
+#include <signal.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -245,7 +247,7 @@ static int is_cached(const Files *files, const Cache *cache, int64_t row, int64_
     return 1;
 }
 
-/* A map of a file that was cut ends the process where it is read, so nothing is read from it. */
+/* Whether no file was cut: a map of one has zeros in its last page, and none behind that. */
 static int are_whole(const Files *files, const Cache *cache) {
     for (int64_t file = 0; file < files->num_files; file++) {
         struct stat state;
@@ -278,17 +280,73 @@ static int64_t num_faults(void) {
     return getrusage(RUSAGE_THREAD, &usage) ? 0 : usage.ru_majflt;
 }
 
-/* Pages may leave between asking and reading. They are then read from the disk, one by one; if that happens, nothing of
- * what was known is believed. Returns how many were read so by this thread. */
-static int64_t copy_cached(const Files *files, const Cache *cache, const Wanted *cached, int64_t size, const Result *to) {
-    const int64_t before = num_faults(), num_threads = size * to->row_bytes < SERIAL_BYTES ? 1 : cache->num_threads;
-#pragma omp parallel for schedule(static) num_threads((int)num_threads) if (num_threads > 1)
-    for (int64_t at = 0; at < size; at++) {
-        if (at + AHEAD < size)
-            ahead(mapped(files, cache, cached[at + AHEAD].key), to->row_bytes);
-        put(to, cached[at].position, mapped(files, cache, cached[at].key));
+/* Where a thread that copies from a map goes on if the map turns out to have no such page. NULL while it does not. */
+static _Thread_local sigjmp_buf *volatile landing;
+static struct sigaction before;
+static pthread_once_t has_landings = PTHREAD_ONCE_INIT;
+
+/* The signal of a page that a map does not have: a file was cut, or its disk has failed. Others' are passed on. */
+static void land(int number, siginfo_t *info, void *context) {
+    if (landing)
+        siglongjmp(*landing, 1);
+    if (before.sa_flags & SA_SIGINFO)
+        before.sa_sigaction(number, info, context);
+    else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN)
+        before.sa_handler(number);
+    else
+        signal(number, SIG_DFL); /* it comes again, and ends the process as it would have */
+}
+
+static void make_landings(void) {
+    struct sigaction action = {.sa_sigaction = land, .sa_flags = SA_SIGINFO | SA_ONSTACK};
+    sigemptyset(&action.sa_mask);
+    sigaction(SIGBUS, &action, &before);
+}
+
+typedef struct {
+    const Files *files;
+    const Cache *cache;
+    const Wanted *cached;
+    int64_t begin, end, size;
+    const Result *to;
+} Copying;
+
+__attribute__((noinline)) static void copy_part(const Copying *part) {
+    for (int64_t at = part->begin; at < part->end; at++) {
+        if (at + AHEAD < part->size)
+            ahead(mapped(part->files, part->cache, part->cached[at + AHEAD].key), part->to->row_bytes);
+        put(part->to, part->cached[at].position, mapped(part->files, part->cache, part->cached[at].key));
     }
-    const int64_t faults = num_faults() - before;
+}
+
+/* Returns whether the maps had all these rows. */
+static int could_copy(const Copying *part) {
+    sigjmp_buf here;
+    if (sigsetjmp(here, 1)) {
+        landing = NULL;
+        return 0;
+    }
+    landing = &here;
+    copy_part(part);
+    landing = NULL;
+    return 1;
+}
+
+/* Pages may leave between asking and reading. They are then read from the disk, one by one; if that happens, nothing of
+ * what was known is believed. Returns how many were read so by this thread; -1 if a file was cut meanwhile, so that what
+ * was copied may be wrong. */
+static int64_t copy_cached(const Files *files, const Cache *cache, const Wanted *cached, int64_t size, const Result *to) {
+    const int64_t begin = num_faults(), num_threads = size * to->row_bytes < SERIAL_BYTES ? 1 : cache->num_threads;
+    int are_there = 1;
+    pthread_once(&has_landings, make_landings);
+#pragma omp parallel for schedule(static) num_threads((int)num_threads) if (num_threads > 1) reduction(& : are_there)
+    for (int64_t part = 0; part < num_threads; part++) {
+        const int64_t from = size * part / num_threads, end = size * (part + 1) / num_threads;
+        are_there &= could_copy(&(Copying){files, cache, cached, from, end, size, to});
+    }
+    if (!are_there || !are_whole(files, cache))
+        return -1;
+    const int64_t faults = num_faults() - begin;
     if (faults)
         for (int64_t at = 0; at < files->num_files * cache->num_groups; at++)
             __atomic_store_n(cache->groups + at, 0, __ATOMIC_RELAXED);
@@ -572,9 +630,14 @@ void penstock_read_rows(const Files *files, const Cache *cache, int64_t num_rows
             wanted[at] = (Wanted){rows[at], positions ? positions[at] : at};
         if (cache && are_whole(files, cache)) {
             const int64_t left = sort_out(files, cache, wanted, size, wanted + size, to->row_bytes);
-            report->num_cached = size - left;
-            report->num_faults = copy_cached(files, cache, wanted + size, size - left, to);
-            size = left;
+            const int64_t faults = copy_cached(files, cache, wanted + size, size - left, to);
+            if (faults < 0) { /* all are read from the files, which says what is missing */
+                memcpy(wanted + left, wanted + size, (size_t)(size - left) * sizeof *wanted);
+            } else {
+                report->num_cached = size - left;
+                report->num_faults = faults;
+                size = left;
+            }
         }
         for (int64_t at = 0; at < size; at++)
             wanted[at].key = file_of(files, wanted[at].key) * longest + wanted[at].key / files->num_files;

@@ -14,6 +14,7 @@ import atexit
 import datetime as dt
 import os
 import queue
+import re
 import sys
 import threading
 import time
@@ -71,7 +72,9 @@ class PeerLink:
         """This rank's machine."""
         self.part_rows = part_rows_for(row_bytes, len(machines))
         """Rows in one answer, at most."""
-        self._patience_s, self._process, self._at_end = ranks.patience_s, os.getpid(), at_end
+        self._patience_s, self._process, self._rows, self._at_end = ranks.patience_s, os.getpid(), answer, at_end
+        self._asked_s = time.monotonic()
+        """When this rank was asked last."""
         self._group = ranks.connect()
         self._asking = _Asking(ranks, self._group, row_bytes, self.part_rows, num_buffers_for(row_bytes, len(machines)))
         self._lock, self._num_open = threading.Lock(), len(askers) + 1
@@ -79,7 +82,7 @@ class PeerLink:
         self._ended = threading.Event()
         self._threads = [
             threading.Thread(
-                target=_Answering(self._group, rank, row_bytes, self.part_rows, answer, self._one_left).run,
+                target=_Answering(self._group, rank, row_bytes, self.part_rows, self._answer, self._one_left).run,
                 daemon=True, name=f"penstock answers rank {rank}",
             )
             for rank in askers
@@ -112,7 +115,8 @@ class PeerLink:
     def leave(self, wait_s: float | None) -> None:
         """Say farewell: this rank asks nothing more. It still answers, until all who ask it have left too.
 
-        Waits for that at most ``wait_s`` seconds (``None``: as long as ranks may take to answer). May be called again.
+        Waits for that until ``wait_s`` seconds (``None``: as many as ranks may take to answer) have passed without a
+        question. May be called again.
         """
         if not self.is_of_this_process:
             return
@@ -126,7 +130,10 @@ class PeerLink:
             self._threads[-1].start()
             self._one_left()
         if threading.current_thread() not in self._threads and self._asking.failure is None:
-            self._ended.wait(self._patience_s if wait_s is None else wait_s)
+            since_s, wait_s = time.monotonic(), self._patience_s if wait_s is None else wait_s
+            while not self._ended.wait(max(0.0, max(since_s, self._asked_s) + wait_s - time.monotonic())):
+                if time.monotonic() >= max(since_s, self._asked_s) + wait_s:
+                    break
 
     def cut(self) -> None:
         """Break the connections, so that no thread waits any more: a thread that did would end the process by a signal.
@@ -146,6 +153,10 @@ class PeerLink:
                 "a forked process cannot ask other machines for rows: read them in the process that opened the table, "
                 "such as with unified.Loader, or with num_workers=0"
             )
+
+    def _answer(self, rows: torch.Tensor, out: torch.Tensor) -> int:
+        self._asked_s = time.monotonic()
+        return self._rows(rows, out)
 
     def _one_left(self) -> None:
         """Note that this rank, or one that asks it, has left. After the last, nobody needs the rows."""
@@ -272,8 +283,7 @@ class _Asking:
             text = f"rank {rank} did not answer for {waited}: it hangs, or cannot be reached"
         else:
             told = self._ranks.failure_of(rank, _GRACE_S)
-            reason = str(error).splitlines()[0]
-            text = f"rank {rank} has ended, while this rank needed rows that it holds: {reason}"
+            text = f"rank {rank} has ended, while this rank needed rows that it holds: {_reason(error)}"
         with self._lock:
             self.failure = self.failure or told or (text, (rank,))
             self._kept.append(question)
@@ -326,6 +336,12 @@ class _Answering:
         _tell(out[size_bytes:], num_on_disk, text)
         self._group.send([out], self._rank, _FIRST_ANSWER_TAG + number).wait(_FOREVER)
         return True
+
+
+def _reason(error: RuntimeError) -> str:
+    """Return what gloo says, without the place in its source and its advice."""
+    line = str(error).splitlines()[0]
+    return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", line).split(". ")[0]
 
 
 def _tell(tail: torch.Tensor, num_on_disk: int, text: str) -> None:

@@ -120,8 +120,8 @@ class RowStore:
     def close(self, wait_s: float | None = 0.0) -> None:
         """Close files and free memory once nobody reads. Idempotent.
 
-        Other machines read until they close the table too: waits for that at most ``wait_s`` seconds (``None``: as long
-        as ranks may take to answer), and else leaves it to the thread of the last.
+        Other machines read until they close the table too: waits for that until they have read nothing for ``wait_s``
+        seconds (``None``: as many as ranks may take to answer), and else leaves it to the thread of the last.
         """
         self._readers.close()
         if self.peers is None:

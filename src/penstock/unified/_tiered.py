@@ -348,8 +348,8 @@ class TieredFeatures(torch.Tensor):
     def close(self) -> None:
         """Close files and free memory once nobody reads. Idempotent; later reads raise an error.
 
-        With ``peers`` it waits, for at most ``patience_s``, until the ranks of other machines that read rows here have
-        closed the table too.
+        With ``peers`` it waits until the ranks of other machines that read rows here have closed the table too, or have
+        read none for ``patience_s``.
         """
         self._store.close(wait_s=None)
 
