@@ -65,8 +65,8 @@ pictures: $(VENV)/ready
 	$(RUN) -m benchmarks.cli_pictures
 
 # Long campaigns, outside CI: an hour over all rooms, alone and together, under faults; damaged files of every format;
-# 10,000 put/get cycles under random faults; 100 faults against fleets; 1,000 trials of tables that ranks share; misuse of everything public. Each runs whatever
-# the others found.
+# 10,000 put/get cycles under random faults; 100 faults against fleets; 1,000 against tables that ranks share; misuse of
+# everything public. Each runs whatever the others found.
 MINUTES ?= 60
 soak: $(VENV)/ready
 	$(MAKE) -k soak-rooms soak-files soak-tiers soak-fleets soak-ranks soak-misuse

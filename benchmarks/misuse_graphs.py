@@ -195,6 +195,13 @@ USES |= {
         good=lambda _: {name: getattr(_tier_problem(), name) for name in _tier_problem().__slots__},
         check=lambda problem, _: unified.verify(problem, unified.plan_tiers(problem)),
     ),
+    "unified.Peers": Use(
+        call=unified.Peers,
+        good=lambda _: {
+            "num_machines": 2, "machine": 1, "peer_row_s": 1e-6, "disk_row_s": 1e-5, "part_rows": (6, 4)
+        },
+        check=lambda peers, _: unified.plan_tiers(_tier_problem(peers=peers, num_rows=sum(peers.part_rows or (10,)))),
+    ),
     "unified.verify": Use(call=unified.verify, good=lambda _: {"problem": _tier_problem(), "plan": _tier_plan()}),
     "unified.expected_accesses": Use(
         call=unified.expected_accesses,

@@ -568,6 +568,41 @@ ENTRIES = {
             ),
         ),
     ),
+    "cpu-unified-peers": Entry(
+        shows="Machines that hold one table together, as processes of one machine",
+        command="unified_peers",
+        figures=tuple(
+            Figure(
+                label=f"{count} machines: {{}} times the rows a second of machines that ask nobody",
+                name=f"{count} machines, planned", metric="rows read by a machine", peer=".*own",
+            )
+            for count in (2, 3, 4)
+        ),
+    ),
+    "modelled-unified-peers": Entry(
+        shows="The same for 8 to 64 machines, from data sheets; nothing here is measured",
+        command="unified_peers --model",
+        figures=(
+            Figure(
+                label="64 machines, memory for 1/16 each, 100 Gbit/s: {} times as fast as a split without copies",
+                name="64 machines, memory for 1/16 each, 100.*", metric="rows read by a machine", peer="split",
+            ),
+            Figure(
+                label="as fast as each for itself: {} times",
+                name="64 machines, memory for 1/16 each, 100.*", metric="rows read by a machine", peer="own",
+                form=".1f",
+            ),
+        ),
+    ),
+    "cpu-unified-faults": Entry(
+        shows="Faults of ranks, disks and messages against tables that ranks and machines share",
+        command="unified_faults",
+        figures=(
+            Figure(label="{} trials", name="all", metric="trials", of="value", form=".0f"),
+            Figure(label="{} faults", name="all", metric="faults", of="value", form=".0f"),
+            Figure(label="{} wrong", name="all", metric="trials with something wrong", of="value", form=".0f"),
+        ),
+    ),
     "cpu-unified-infer": Entry(
         shows="Outputs of GraphSAGE for a million nodes, layer by layer",
         command="unified_infer",

@@ -1,14 +1,16 @@
-"""Ranks of one machine train GraphSAGE on one copy of a graph and its features, in files that may exceed memory.
+"""Ranks train GraphSAGE on one copy of a graph and its features for each machine, in files that may exceed memory.
 
     torchrun --nproc-per-node 2 examples/ranks_graphsage.py --disk /nvme --host 1GiB
     torchrun --nproc-per-node 4 examples/ranks_graphsage.py --disk /nvme --host 16GiB --edges 1000000000 --width 512
 
 The second trains on 10^9 edges (a file of 4 GB) and 100 GB of features. The graph is synthetic (`MadeGraph`): features
-are noisy class centres, and half of the edges join nodes of one class. Rank 0 writes both files once; they stay in the
-folder for the next run. Runs on CPUs with gloo.
+are noisy class centres, and half of the edges join nodes of one class. One rank of each machine writes both files once;
+they stay in the folder for the next run. With ``--peers copies`` several machines (``torchrun --nnodes``) hold the
+features in their memories together. Runs on CPUs with gloo.
 """
 
 import argparse
+import os
 import time
 from pathlib import Path
 
@@ -42,15 +44,16 @@ class GraphSAGE(nn.Module):
 
 
 def files(settings: argparse.Namespace, made: MadeGraph) -> tuple[Path, Path]:
-    """Return the files of edges and of features; rank 0 writes those that do not exist."""
+    """Return the files of edges and of features; ranks take turns in writing those that do not exist."""
     edges = settings.disk / f"made-{made.num_nodes}-{made.num_edges}.graph"
     features = settings.disk / f"made-{made.num_nodes}-{settings.width}.features"
-    if not distributed.get_rank():
-        if not edges.exists():
-            unified.write_graph(edges, made.edges(), num_nodes=made.num_nodes, positions=False)
-        if not features.exists():
-            unified.write_features(features, made.features(settings.width))
-    distributed.barrier()
+    for turn in range(distributed.get_world_size()):
+        if turn == distributed.get_rank():
+            if not edges.exists():
+                unified.write_graph(edges, made.edges(), num_nodes=made.num_nodes, positions=False)
+            if not features.exists():
+                unified.write_features(features, made.features(settings.width))
+        distributed.barrier()
     return edges, features
 
 
@@ -58,7 +61,8 @@ def main() -> None:
     """Train as the arguments say."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--disk", type=Path, default=Path("."), help="folder for the files")
-    parser.add_argument("--host", default="1GiB", help="memory for features, of all ranks together")
+    parser.add_argument("--host", default="1GiB", help="memory for features, of all ranks of a machine together")
+    parser.add_argument("--peers", choices=["copies"], help="let machines read rows in each other's memory")
     parser.add_argument("--edges", type=int, default=20_000_000)
     parser.add_argument("--width", type=int, default=512, help="numbers in a row of features")
     parser.add_argument("--seeds", type=int, default=20_000)
@@ -74,9 +78,9 @@ def main() -> None:
     graph = unified.open_graph(edges, group=group)  # mapped: memory of the page cache only, once for all ranks
     seeds = torch.randperm(made.num_nodes, generator=torch.Generator().manual_seed(0))[: settings.seeds]
     scores = None
-    if rank == 0:  # one rank knows which rows are wanted most, and tells the others
+    if not int(os.environ["LOCAL_RANK"]):  # one rank of each machine says which rows are wanted most
         scores = unified.expected_accesses(graph, seeds, [10, 5], batch_size=settings.batch)
-    features = unified.TieredFeatures(rows, host=settings.host, scores=scores, group=group)
+    features = unified.TieredFeatures(rows, host=settings.host, scores=scores, group=group, peers=settings.peers)
     loader = unified.Loader(
         unified.NeighborSampler(graph, [10, 5]), features, seeds, batch_size=settings.batch, group=group
     )
@@ -103,9 +107,10 @@ def main() -> None:
         )
     counts = features.statistics()
     print(
-        f"rank {rank}: {counts.hit_rate:.1%} of the rows from memory, {counts.disk_rows:,} from the disk, "
-        f"{counts.shared_rows:,} that another rank had read"
+        f"rank {rank}: {counts.hit_rate:.1%} of the rows from memory ({counts.peer_rows:,} of other machines), "
+        f"{counts.disk_rows:,} from the disk, {counts.shared_rows:,} that had been read before"
     )
+    features.close()
     distributed.destroy_process_group()
 
 

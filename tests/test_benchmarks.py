@@ -17,8 +17,10 @@ from benchmarks import (
     shapes,
     soak_tiers,
     unified,
+    unified_faults,
     unified_graph,
     unified_infer,
+    unified_peers,
     unified_ranks,
 )
 
@@ -183,6 +185,33 @@ def test_benchmark_of_ranks_that_share_a_table(tmp_path):
     assert rows["2 ranks together", "memory of all ranks", "1 process"]["ratio"] < 1.2
     assert rows["2 ranks apart", "memory of all ranks", "1 process"]["ratio"] > 1.8
     assert [name.name for name in tmp_path.iterdir()] == ["ranks.json"]
+
+
+def test_benchmark_of_machines_that_hold_a_table_together(tmp_path):
+    file = tmp_path / "peers.json"
+    unified_peers.main(["--quick", "--disk", str(tmp_path), "--json", str(file)])
+    rows = {(row["name"], row["metric"], row["peer"]): row["value"] for row in json.loads(file.read_text())["rows"]}
+    name = "2 machines, planned"
+    here = rows[name, "share of memory here, measured", ""]
+    assert here == pytest.approx(rows[name, "share of memory here, planned", ""], abs=0.05)
+    assert rows["2 machines, own", "share of memory there, measured", ""] == 0
+    assert rows["2 machines, split", "rows in memory that all hold", ""] < 0.5
+    assert [name.name for name in tmp_path.iterdir()] == ["peers.json"]
+
+
+def test_model_of_many_machines(tmp_path):
+    file = tmp_path / "model.json"
+    unified_peers.main(["--quick", "--model", "--json", str(file)])
+    rows = [row for row in json.loads(file.read_text())["rows"] if row["metric"] == "rows read by a machine"]
+    assert len(rows) == 16 * 5
+    assert all(row["ratio"] >= 0.999 for row in rows if row["ratio"] is not None), "nothing is faster than the plan"
+
+
+def test_campaign_of_faults_of_ranks(tmp_path):
+    file = tmp_path / "faults.json"
+    unified_faults.main(["--quick", "--disk", str(tmp_path), "--json", str(file)])
+    rows = {(row["name"], row["metric"]): row["value"] for row in json.loads(file.read_text())["rows"]}
+    assert rows["all", "trials"] == 10 <= rows["all", "faults"] + 3 and rows["all", "trials with something wrong"] == 0
 
 
 def test_benchmark_of_a_graph_in_a_file(tmp_path):

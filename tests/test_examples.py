@@ -1,5 +1,7 @@
 """Examples run, so that they cannot rot."""
 
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -108,3 +110,23 @@ def test_ranks_train_on_one_copy_of_files(tmp_path):
         assert result.returncode == 0, result.stderr
         assert result.stdout.count("epoch 1: loss") == 2 and "from the disk" in result.stdout
         assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_machines_train_on_one_table(tmp_path):
+    command = [sys.executable, str(FOLDER / "ranks_graphsage.py"), "--disk", str(tmp_path), "--edges", "200000"]
+    command += ["--width", "512", "--host", "12MiB", "--seeds", "1000", "--batch", "64", "--peers", "copies"]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    ranks = []
+    for rank in ("0", "1"):
+        meeting = {"RANK": rank, "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        environment = os.environ | meeting | {"PENSTOCK_MACHINE": rank}
+        ranks.append(
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        )
+    for process in ranks:
+        out, error = process.communicate(timeout=300)
+        assert process.returncode == 0, error
+        assert "epoch 1: loss" in out and " of other machines" in out and "(0 of other machines)" not in out
+    assert len(list(tmp_path.iterdir())) == 2
