@@ -4,6 +4,7 @@ import pickle
 import time
 
 import pytest
+import torch
 from torch import distributed
 
 from penstock import ranks
@@ -86,6 +87,63 @@ def test_a_slow_rank_is_waited_for_and_a_silent_one_named(tmp_path):
     run_in_ranks(_stay_away, directory=tmp_path)
 
 
+def _connect_without_one(rank):
+    group = ranks.RankGroup(distributed.group.WORLD, patience_s=1.0)
+    if rank == 1:
+        return
+    with pytest.raises(RankError, match=r"rank 1 gave no sign of life") as caught, group.all_or_none():
+        group.connect()
+    assert caught.value.ranks == (1,)
+
+
+def test_who_does_not_connect_is_named(tmp_path):
+    run_in_ranks(_connect_without_one, directory=tmp_path, num_ranks=3)
+
+
+def _send(rank):
+    group = ranks.RankGroup(distributed.group.WORLD, patience_s=30.0)
+    connections = group.connect()
+    message = torch.full((3,), float(rank))
+    work = connections.send([message], 1 - rank, 5)
+    connections.recv([message.clone()], 1 - rank, 5).wait()
+    work.wait()
+    group.exchange("done")
+
+
+def test_connected_ranks_send_messages(tmp_path):
+    run_in_ranks(_send, directory=tmp_path)
+
+
+def _cannot_connect(rank):
+    group = ranks.RankGroup(distributed.group.WORLD, patience_s=5.0)
+
+    def refuse(*_):
+        raise RuntimeError("no route to host\nlong trace")
+
+    distributed.distributed_c10d.ProcessGroupGloo = refuse
+    with pytest.raises(RankError, match=r"cannot connect with each other .* no route to host\. .*GLOO_SOCKET_IFNAME"):
+        group.connect()
+
+
+def test_ranks_that_are_there_and_cannot_connect_say_what_to_do(tmp_path):
+    run_in_ranks(_cannot_connect, directory=tmp_path)
+
+
+def _tells(rank):
+    group = ranks.RankGroup(distributed.group.WORLD, patience_s=5.0)
+    if rank == 0:
+        assert group.failure_of(1, 0.0) is None
+        group.exchange("looked")
+        assert group.failure_of(1, 5.0) == ("rank 7 is gone", (7,))
+    else:
+        group.exchange("looked")
+        group.tell_failure(RankError("rank 7 is gone", ranks=(7,)))
+
+
+def test_a_rank_can_tell_why_it_will_be_missed(tmp_path):
+    run_in_ranks(_tells, directory=tmp_path)
+
+
 def test_a_group_must_exist():
     with pytest.raises(ValueError, match="init_process_group"):
         ranks.RankGroup(None)
@@ -114,3 +172,9 @@ def test_a_store_that_is_gone_is_said_so():
 
 def test_processes_of_one_machine_have_its_name():
     assert ranks.machine_name() == ranks.machine_name() and "pid:" in ranks.machine_name()
+
+
+def test_processes_can_take_themselves_for_several_machines(monkeypatch):
+    name = ranks.machine_name()
+    monkeypatch.setenv("PENSTOCK_MACHINE", "1")
+    assert ranks.machine_name() != name

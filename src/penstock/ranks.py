@@ -110,11 +110,20 @@ class RankGroup:
         """Return gloo connections between the same ranks, for messages of their own. All ranks make this call.
 
         They are closed when nobody refers to the object. ``torch.distributed.new_group`` would name a group by the
-        number of groups that a rank has, which need not be the same on all of them.
+        number of groups that a rank has, which need not be the same on all of them. Raises `RankError`, which names the
+        rank, if one has ended, at the latest after twice ``patience_s``.
         """
         store = distributed.distributed_c10d.PrefixStore(f"{self._prefix}/gloo", self._store)
         patience = dt.timedelta(seconds=self.patience_s)
-        return distributed.distributed_c10d.ProcessGroupGloo(store, self.rank, self.size, patience)
+        try:
+            return distributed.distributed_c10d.ProcessGroupGloo(store, self.rank, self.size, patience)
+        except RuntimeError as error:
+            self.exchange("not connected")  # names a rank that has ended
+            raise RankError(
+                f"the ranks cannot connect with each other through gloo: {str(error).splitlines()[0]}. Each must reach "
+                "the others' addresses; $GLOO_SOCKET_IFNAME chooses the network, such as eth0",
+                ranks=(),
+            ) from error
 
     def _received(self, rank: int, step: int) -> str:
         """Return a rank's message, once it is there."""
