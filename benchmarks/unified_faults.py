@@ -47,7 +47,8 @@ NUM_ROWS, WIDTH = 40_000, 256
 HOST_BYTES = {1: 14 * 2**20, 2: 22 * 2**20, 3: 30 * 2**20, 4: 36 * 2**20}
 """Budget of a machine by its number of ranks: room for a part of the rows."""
 BATCHES, BATCH_ROWS = 24, 600
-PATIENCE_S = 3.0
+PATIENCE_S, QUICK_PATIENCE_S = 3.0, 15.0
+"""Seconds after which a silent rank counts as lost; more with the tests, beside which other tests run."""
 HANG_S = 60.0
 LAYOUTS = ([0, 0], [0, 1], [0, 0, 0], [0, 1, 2], [0, 0, 1], [0, 0, 1, 1])
 ENDS = ("killed", "stopped", "exited", "raised")
@@ -70,6 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
         _write_files(Path(folder))
         for number in range(settings.trials):
             case = _case(settings.seed, number)
+            case["patience_s"] = QUICK_PATIENCE_S if settings.quick else PATIENCE_S
             trial = Path(folder) / str(number)
             trial.mkdir()
             injected, complaints = _trial(case, Path(folder), trial)
@@ -178,7 +180,7 @@ class Trial:
             self._later(self.case["after"] * 0.4, self._pause)
         try:
             features = unified.TieredFeatures(
-                path, group=distributed.group.WORLD, peers=self.case["peers"], patience_s=PATIENCE_S, in_flight=0,
+                path, group=distributed.group.WORLD, peers=self.case["peers"], patience_s=self.case["patience_s"], in_flight=0,
                 **options,
             )  # fmt: skip
         except (RankError, MemoryError) as error:

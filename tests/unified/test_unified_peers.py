@@ -285,7 +285,7 @@ def _read_on(features):
 
 
 def _dies(rank, folder, peers, how, folder_of_times):
-    features = opened(folder, rank, [0, 1, 2], peers, patience_s=4, num_held=5000)
+    features = opened(folder, rank, [0, 1, 2], peers, patience_s=10, num_held=5000)
     distributed.barrier()
     if rank == 1:
         if how == "exit":
@@ -295,7 +295,7 @@ def _dies(rank, folder, peers, how, folder_of_times):
     with pytest.raises(RankError) as caught:
         _read_on(features)
     assert caught.value.ranks == (1,) and "rank 1" in str(caught.value)
-    assert time.monotonic() - start_s < 60  # a hang is noticed after 4 seconds, an end at once
+    assert time.monotonic() - start_s < 90  # a hang is noticed after 10 seconds, an end at once
     with pytest.raises(RankError):
         features[:]
     features.close()  # waits for nobody
