@@ -180,8 +180,8 @@ class Trial:
             self._later(self.case["after"] * 0.4, self._pause)
         try:
             features = unified.TieredFeatures(
-                path, group=distributed.group.WORLD, peers=self.case["peers"], patience_s=self.case["patience_s"], in_flight=0,
-                **options,
+                path, group=distributed.group.WORLD, peers=self.case["peers"], patience_s=self.case["patience_s"],
+                in_flight=0, **options,
             )  # fmt: skip
         except (RankError, MemoryError) as error:
             self._expect_named(error, "while the table was opened", self.kind in (*ENDS, "disagrees", "no memory"))
