@@ -72,22 +72,17 @@ class PeerLink:
         """This rank's machine."""
         self.part_rows = part_rows_for(row_bytes, len(machines))
         """Rows in one answer, at most."""
-        self._patience_s, self._process, self._rows, self._at_end = ranks.patience_s, os.getpid(), answer, at_end
-        self._asked_s = time.monotonic()
-        """When this rank was asked last."""
+        self._patience_s, self._process, self._rows = ranks.patience_s, os.getpid(), answer
         self._group = ranks.connect()
         self._asking = _Asking(ranks, self._group, row_bytes, self.part_rows, num_buffers_for(row_bytes, len(machines)))
-        self._lock, self._num_open = threading.Lock(), len(askers) + 1
-        """Number of ranks that ask here, and this one, that have not left."""
-        self._ended = threading.Event()
+        self._present = _Present(len(askers) + 1, at_end)
         self._threads = [
             threading.Thread(
-                target=_Answering(self._group, rank, row_bytes, self.part_rows, self._answer, self._one_left).run,
-                daemon=True, name=f"penstock answers rank {rank}",
+                target=_Answering(self._group, rank, row_bytes, self.part_rows, self._answer).run,
+                args=(self._present.one_left,), daemon=True, name=f"penstock answers rank {rank}",
             )
             for rank in askers
         ]  # fmt: skip
-        self._has_left = False
         for thread in self._threads:
             thread.start()
         _links.add(self)
@@ -120,20 +115,15 @@ class PeerLink:
         """
         if not self.is_of_this_process:
             return
-        with self._lock:
-            is_first, self._has_left = not self._has_left, True
-        if is_first:
+        if self._present.leaves_first():
             farewells = self._asking.farewells(list(self.asked.values()))
             self._threads.append(
                 threading.Thread(target=_deliver, args=(farewells,), daemon=True, name="penstock farewells")
             )
             self._threads[-1].start()
-            self._one_left()
+            self._present.one_left()
         if threading.current_thread() not in self._threads and self._asking.failure is None:
-            since_s, wait_s = time.monotonic(), self._patience_s if wait_s is None else wait_s
-            while not self._ended.wait(max(0.0, max(since_s, self._asked_s) + wait_s - time.monotonic())):
-                if time.monotonic() >= max(since_s, self._asked_s) + wait_s:
-                    break
+            self._present.wait(self._patience_s if wait_s is None else wait_s)
 
     def cut(self) -> None:
         """Break the connections, so that no thread waits any more: a thread that did would end the process by a signal.
@@ -155,17 +145,42 @@ class PeerLink:
             )
 
     def _answer(self, rows: torch.Tensor, out: torch.Tensor) -> int:
-        self._asked_s = time.monotonic()
+        self._present.heard()
         return self._rows(rows, out)
 
-    def _one_left(self) -> None:
-        """Note that this rank, or one that asks it, has left. After the last, nobody needs the rows."""
+
+class _Present:
+    """The ranks that need the rows of this one, itself included, until each has left. The last calls ``at_end``."""
+
+    def __init__(self, count: int, at_end: Callable[[], None]):
+        self._lock, self._count, self._at_end = threading.Lock(), count, at_end
+        self._has_left, self._ended, self._heard_s = False, threading.Event(), time.monotonic()
+
+    def heard(self) -> None:
+        """Note that this rank was asked."""
+        self._heard_s = time.monotonic()
+
+    def leaves_first(self) -> bool:
+        """Return whether this rank leaves for the first time."""
         with self._lock:
-            self._num_open -= 1
-            is_last = not self._num_open
+            is_first, self._has_left = not self._has_left, True
+            return is_first
+
+    def one_left(self) -> None:
+        """Note that a rank has left. After the last, nobody needs the rows."""
+        with self._lock:
+            self._count -= 1
+            is_last = not self._count
         if is_last:
             self._at_end()
             self._ended.set()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until all have left, or this rank has not been asked for so long."""
+        self.heard()
+        while not self._ended.wait(max(0.0, self._heard_s + seconds - time.monotonic())):
+            if time.monotonic() >= self._heard_s + seconds:
+                break
 
 
 class _Question:
@@ -306,19 +321,17 @@ class _Asking:
 class _Answering:
     """The answers to one rank."""
 
-    def __init__(
-        self, group: Any, rank: int, row_bytes: int, part_rows: int, answer: Answer, at_end: Callable[[], None]
-    ):
-        self._group, self._rank, self._row_bytes, self._answer, self._at_end = group, rank, row_bytes, answer, at_end
+    def __init__(self, group: Any, rank: int, row_bytes: int, part_rows: int, answer: Answer):
+        self._group, self._rank, self._row_bytes, self._answer = group, rank, row_bytes, answer
         self._question = torch.empty(_HEAD + part_rows, dtype=torch.int64, device="cpu")
         self._out = torch.empty(part_rows * row_bytes + _TAIL_BYTES, dtype=torch.uint8, device="cpu")
 
-    def run(self) -> None:
+    def run(self, at_end: Callable[[], None]) -> None:
         """Answer until the rank leaves or is gone; who misses it will say so."""
         with suppress(RuntimeError):
             while self._answers_one():
                 pass
-        self._at_end()
+        at_end()
 
     def _answers_one(self) -> bool:
         self._group.recv([self._question], self._rank, _QUESTION_TAG).wait(_FOREVER)

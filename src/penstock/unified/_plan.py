@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.arguments import checked
+from penstock.links import DISK, HOST, PEER, Link
 from penstock.unified._problem import Peers, TierProblem
 from penstock.units import format_bytes
 
@@ -103,7 +104,7 @@ class TierPlan:
         return [
             f"{self.peers.num_machines} machines: each holds the same {self.num_replicated_rows:,} rows, and "
             f"{len(self.host_rows) - self.num_replicated_rows:,} of its own",
-            f"a peer gives {rates[0]}, a disk {rates[1]}",
+            f"{Link(PEER, HOST)} {rates[0]}, {Link(DISK, HOST)} {rates[1]}",
         ]
 
 

@@ -29,6 +29,12 @@ ROUNDING_BYTES = 5 * _PAGE_BYTES
 _PROBES = 64
 """Places of a file that are compared between machines, which have a copy each."""
 
+_FIGURES = tuple(
+    field.name for field in dataclasses.fields(TierPlan)
+    if field.name not in ("device_rows", "host_rows", "row_bytes", "peers", "answering")
+)  # fmt: skip
+"""Fields of a plan that are numbers, but for the bytes of a row."""
+
 Spread = Literal["copies", "parts"]
 """Machines whose files each have all rows, or each the next part of them."""
 
@@ -201,10 +207,8 @@ class Together:
         num_device, num_host = len(plan.device_rows), len(plan.host_rows)
         shape = _PlanShape(
             num_rows=num_rows, num_host=num_host, num_device=num_device, row_bytes=plan.row_bytes,
-            number_bytes=plan.host_rows.itemsize, reads_bytes=share.reads_bytes, device_share=plan.device_share,
-            host_share=plan.host_share, num_peer_rows=plan.num_peer_rows, num_peer_disk_rows=plan.num_peer_disk_rows,
-            num_replicated_rows=plan.num_replicated_rows, peer_share=plan.peer_share,
-            peer_disk_share=plan.peer_disk_share,
+            number_bytes=plan.host_rows.itemsize, reads_bytes=share.reads_bytes,
+            figures={name: getattr(plan, name) for name in _FIGURES},
         )  # fmt: skip
         self._charge(shape, share, account)
         shared = SharedPlan(
@@ -228,7 +232,7 @@ class Together:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _PlanShape:
-    """The numbers of a plan, from which follows where what is in the shared memory. Wide because the plan is."""
+    """The numbers of a plan, from which follows where what is in the shared memory."""
 
     num_rows: int
     num_host: int
@@ -238,13 +242,8 @@ class _PlanShape:
     """Bytes of a row number."""
     reads_bytes: int
     """Bytes for rows that one rank has read from the disk."""
-    device_share: float
-    host_share: float
-    num_peer_rows: int
-    num_peer_disk_rows: int
-    num_replicated_rows: int
-    peer_share: float
-    peer_disk_share: float
+    figures: dict[str, Any]
+    """All numbers of the plan."""
 
     def row_ends(self) -> list[int]:
         """Return where rows, places and rows read by others end; the latter two begin at whole pages."""
@@ -272,13 +271,7 @@ class SharedPlan:
         host_rows, device_rows = _parts(numbers, shape.number_ends())
         self.plan = TierPlan(
             device_rows=device_rows.view(dtype), host_rows=host_rows.view(dtype),
-            num_disk_rows=(
-                shape.num_rows - shape.num_host - shape.num_device - shape.num_peer_rows - shape.num_peer_disk_rows
-            ),
-            device_share=shape.device_share, host_share=shape.host_share, row_bytes=shape.row_bytes,
-            num_peer_rows=shape.num_peer_rows, num_peer_disk_rows=shape.num_peer_disk_rows,
-            num_replicated_rows=shape.num_replicated_rows, peer_share=shape.peer_share,
-            peer_disk_share=shape.peer_disk_share, peers=peers,
+            row_bytes=shape.row_bytes, peers=peers, **shape.figures,
         )  # fmt: skip
         """The plan."""
 
