@@ -25,6 +25,8 @@ PATIENCE_S = 300.0
 """Seconds to wait for a rank that gives no sign of life."""
 _BEAT_S = 1.0
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.001, 0.05
+_CONNECT_SHARE = 1 / 3
+"""Share of its patience for which a rank waits for connections, before it looks who is missing."""
 _counts: Counter[str] = Counter()
 """Number of `RankGroup` that were made of each group, by its name; the same in all of its processes.
 
@@ -111,10 +113,10 @@ class RankGroup:
 
         They are closed when nobody refers to the object. ``torch.distributed.new_group`` would name a group by the
         number of groups that a rank has, which need not be the same on all of them. Raises `RankError`, which names the
-        rank, if one has ended, at the latest after twice ``patience_s``.
+        rank, if one has ended.
         """
         store = distributed.distributed_c10d.PrefixStore(f"{self._prefix}/gloo", self._store)
-        patience = dt.timedelta(seconds=self.patience_s)
+        patience = dt.timedelta(seconds=_CONNECT_SHARE * self.patience_s)  # meanwhile there is no sign of life
         try:
             return distributed.distributed_c10d.ProcessGroupGloo(store, self.rank, self.size, patience)
         except RuntimeError as error:
