@@ -25,8 +25,8 @@ PATIENCE_S = 300.0
 """Seconds to wait for a rank that gives no sign of life."""
 _BEAT_S = 1.0
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.001, 0.05
-_CONNECT_SHARE = 1 / 3
-"""Share of its patience for which a rank waits for connections, before it looks who is missing."""
+_CONNECT_TURNS = 3
+"""How many times its patience a rank gives others that connect, during which they show no sign of life."""
 _counts: Counter[str] = Counter()
 """Number of `RankGroup` that were made of each group, by its name; the same in all of its processes.
 
@@ -54,14 +54,16 @@ class RankGroup:
         self._num_messages = 0
         self._last_beat_s, self._num_beats = -_BEAT_S, 0
 
-    def exchange(self, message: Any) -> list[Any]:  # any: JSON
+    def exchange(self, message: Any, *, patience_s: float | None = None) -> list[Any]:  # any: JSON
         """Give a message (JSON) to all ranks, and return those of all ranks, in their order.
 
-        Raises `RankError`, which names the rank, if a rank has failed, or gives no sign of life for ``patience_s``.
+        Raises `RankError`, which names the rank, if a rank has failed, or gives no sign of life for ``patience_s``
+        (``None``: the group's).
         """
+        patience_s = self.patience_s if patience_s is None else patience_s
         step = self._num_messages = self._num_messages + 1
         self._set(f"{step}/{self.rank}", json.dumps(message))
-        return [json.loads(self._received(rank, step)) for rank in range(self.size)]
+        return [json.loads(self._received(rank, step, patience_s)) for rank in range(self.size)]
 
     def agree(self, what: str, value: Any, among: list[int] | None = None) -> None:
         """Raise `RankError`, which names the ranks, unless all ranks (or those in ``among``) say the same ``value``."""
@@ -113,21 +115,27 @@ class RankGroup:
 
         They are closed when nobody refers to the object. ``torch.distributed.new_group`` would name a group by the
         number of groups that a rank has, which need not be the same on all of them. Raises `RankError`, which names the
-        rank, if one has ended.
+        rank, if one has ended: at the latest after four times ``patience_s``.
         """
         store = distributed.distributed_c10d.PrefixStore(f"{self._prefix}/gloo", self._store)
-        patience = dt.timedelta(seconds=_CONNECT_SHARE * self.patience_s)  # meanwhile there is no sign of life
+        patience = dt.timedelta(seconds=self.patience_s)
+        self.exchange("to connect")  # who has failed before is named here; gloo could not say it
+        made, reason = None, ""
         try:
-            return distributed.distributed_c10d.ProcessGroupGloo(store, self.rank, self.size, patience)
+            made = distributed.distributed_c10d.ProcessGroupGloo(store, self.rank, self.size, patience)
         except RuntimeError as error:
-            self.exchange("not connected")  # names a rank that has ended
+            reason = str(error).splitlines()[0]
+        # gloo tries several times, so ranks may come late; a rank that has ended is named here
+        reasons = [text for text in self.exchange(reason, patience_s=_CONNECT_TURNS * self.patience_s) if text]
+        if made is None or reasons:
             raise RankError(
-                f"the ranks cannot connect with each other through gloo: {str(error).splitlines()[0]}. Each must reach "
-                "the others' addresses; $GLOO_SOCKET_IFNAME chooses the network, such as eth0",
+                f"the ranks cannot connect with each other through gloo: {reasons[0]}. Each must reach the others' "
+                "addresses; $GLOO_SOCKET_IFNAME chooses the network, such as eth0",
                 ranks=(),
-            ) from error
+            )
+        return made
 
-    def _received(self, rank: int, step: int) -> str:
+    def _received(self, rank: int, step: int, patience_s: float) -> str:
         """Return a rank's message, once it is there."""
         key, poll_s = f"{step}/{rank}", _SHORTEST_POLL_S
         beat, since_s = self._text(f"beat/{rank}"), time.monotonic()
@@ -141,9 +149,9 @@ class RankGroup:
             now = self._text(f"beat/{rank}")
             if now != beat:
                 beat, since_s = now, time.monotonic()
-            if time.monotonic() - since_s > self.patience_s:
+            if time.monotonic() - since_s > patience_s:
                 raise RankError(
-                    f"rank {rank} gave no sign of life for {format_duration(self.patience_s)}: it has died, hangs, or "
+                    f"rank {rank} gave no sign of life for {format_duration(patience_s)}: it has died, hangs, or "
                     "does not make this call. All ranks of the group must make it, in the same order",
                     ranks=(rank,),
                 )

@@ -54,7 +54,7 @@ def test_a_file_that_shrinks_is_told(either, tmp_path, kind):
 
 
 CUT_WHILE_READ = """
-import os, sys, threading, time, torch
+import faulthandler, os, sys, threading, time, torch
 from penstock import unified
 from penstock.errors import TierReadError
 
@@ -62,11 +62,13 @@ path, rows = sys.argv[1], torch.arange(20_000)
 table = (rows[:, None] * 3 + torch.arange(256)).float()
 unified.write_features(path, table, progress=False)
 whole = os.path.getsize(path)
+faulthandler.enable()
 with open(path, "rb") as file:
     file.read()  # into the page cache
 with unified.TieredFeatures(path, host="4MiB", in_flight=0) as features:
     order = torch.randperm(20_000)
     features[order]
+    faulthandler.disable()  # which puts the handler back that was there before ours
     counts = {"right": 0, "told": 0}
     for number in range(20):
         cutter = threading.Timer(0.0005 * number, os.truncate, (path, whole // 3))
@@ -109,6 +111,51 @@ with open(path, "r+b") as file:
     os.ftruncate(file.fileno(), 4096)
     pages[1_000_000]
 """
+
+
+SIGNALS = """
+import faulthandler, os, signal, sys, torch
+from penstock import unified
+
+path, what = sys.argv[1:]
+unified.write_features(path, torch.zeros(20_000, 64), progress=False)
+with open(path, "rb") as file:
+    file.read()
+heard = []
+if what == "handler":
+    signal.signal(signal.SIGBUS, lambda *_: heard.append(1))
+if what == "ignored":
+    signal.signal(signal.SIGBUS, signal.SIG_IGN)
+if what == "faulthandler":
+    faulthandler.enable()
+features = unified.TieredFeatures(path, host="4MiB", in_flight=0)
+features[torch.arange(20_000)]
+assert features.statistics().cached_rows
+if what == "replaced":
+    signal.signal(signal.SIGBUS, signal.SIG_DFL)
+    features[torch.arange(20_000)]
+if what == "faulthandler after":
+    faulthandler.enable()
+    features[torch.arange(20_000)]
+os.kill(os.getpid(), signal.SIGBUS)
+for _ in range(1000):
+    pass
+print("lives", heard)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "out"),
+    [
+        ("handler", 0, "lives [1]"), ("ignored", 0, "lives []"), ("default", -signal.SIGBUS, ""),
+        ("faulthandler", -signal.SIGBUS, ""), ("replaced", -signal.SIGBUS, ""),
+        ("faulthandler after", -signal.SIGBUS, ""),
+    ],
+)  # fmt: skip
+def test_a_signal_that_somebody_sends_does_what_it_did(tmp_path, what, code, out):
+    command = [sys.executable, "-c", SIGNALS, str(tmp_path / "x"), what]
+    process = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert (process.returncode, process.stdout.strip()) == (code, out), process.stderr
 
 
 def test_the_signal_of_somebody_elses_map_is_passed_on(tmp_path):

@@ -147,9 +147,24 @@ def test_wrong_plans_of_machines_are_found():
         unified.verify(problem, dataclasses.replace(plan, num_peer_rows=0))
 
 
+def test_rows_at_wrong_machines_are_found():
+    problem = problems(power_law(40), 2, 10)[0]
+    plan = unified.plan_tiers(problem)
+    for machine in (0, 7):
+        answering = torch.where(plan.answering >= 0, machine, plan.answering)
+        with pytest.raises(InternalError, match="a machine that does not exist"):
+            unified.verify(problem, dataclasses.replace(plan, answering=answering))
+    with pytest.raises(InternalError, match="more rows are in every memory"):
+        unified.verify(problem, dataclasses.replace(plan, num_replicated_rows=99))
+
+
 @pytest.mark.parametrize(
-    ("field", "value"), [("machine", 2), ("num_machines", 0), ("part_rows", (1, 2, 3)), ("peer_row_s", -1.0)]
-)
+    ("field", "value"),
+    [
+        ("machine", 2), ("num_machines", 0), ("num_machines", 40_000), ("part_rows", (1, 2, 3)), ("part_rows", ()),
+        ("part_rows", (-1, 4)), ("peer_row_s", -1.0),
+    ],
+)  # fmt: skip
 def test_machines_that_cannot_be_are_refused(field, value):
     good = unified.Peers(num_machines=2, machine=1, peer_row_s=1e-6, disk_row_s=1e-5)
     with pytest.raises(ValueError, match=field):

@@ -58,9 +58,9 @@ def host_for(row_bytes, num_here, num_machines, num_held):
     """A budget of a machine of which so many rows' bytes are left for rows, in a table of NUM_ROWS."""
     with pytest.raises(BudgetError) as caught:
         unified.TieredFeatures(torch.empty(NUM_ROWS, row_bytes // 4), host=1, disk="/tmp", in_flight=0)
-    own = int(str(caught.value).split("at least ")[1].split(",")[0]) - 4 * NUM_ROWS
+    own = 2 * (int(str(caught.value).split("at least ")[1].split(",")[0]) - 4 * NUM_ROWS)
     askers = -(-2 // num_here) if num_machines == 2 else num_machines
-    fixed = 4 * NUM_ROWS + num_here * (own + link_bytes_for(row_bytes, num_machines, askers)) + IN_FLIGHT
+    fixed = 4 * NUM_ROWS + num_here * (own + link_bytes_for(row_bytes, num_machines, askers, NUM_ROWS)) + IN_FLIGHT
     return int((fixed + num_held * (row_bytes + 4)) * 16 / 15)
 
 
@@ -466,8 +466,12 @@ from penstock import unified
 rank, store, path, host = int(sys.argv[1]), *sys.argv[2:]
 os.environ["PENSTOCK_MACHINE"] = str(rank)
 distributed.init_process_group("gloo", store=distributed.FileStore(store, 2), rank=rank, world_size=2)
-features = unified.TieredFeatures(path, host=int(host), group=distributed.group.WORLD, peers="copies", in_flight=0)
-assert len(features[:]) == len(features)
+sys.last_value = sys.last_exc = ValueError("shown long ago, as in a notebook")
+features, other = (
+    unified.TieredFeatures(path, host=int(host), group=distributed.group.WORLD, peers="copies", in_flight=0)
+    for _ in range(2)
+)
+assert len(features[:]) == len(features) == len(other[:])
 if rank == 1:
     import time
     time.sleep(1)
@@ -488,6 +492,26 @@ def test_scripts_that_close_nothing_end(tmp_path, folder):
     for process in processes:
         out, error = process.communicate(timeout=120)
         assert (process.returncode, out.strip()) == (0, "done"), error
+
+
+def _returns(rank, folder):
+    """Read, or end, without closing anything."""
+    features = opened(folder, rank, [0, 1], "copies")
+    distributed.barrier()
+    if rank == 1:
+        time.sleep(2)
+        assert torch.equal(features[:].sum(0), values(torch.arange(NUM_ROWS)).sum(0))
+
+
+def _process(rank, folder, store):
+    distributed.init_process_group("gloo", store=distributed.FileStore(store, 2), rank=rank, world_size=2)
+    _returns(rank, folder)
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_processes_of_multiprocessing_answer_before_they_end(tmp_path, folder, method):
+    store = str(tmp_path / "store")
+    torch.multiprocessing.start_processes(_process, (folder, store), nprocs=2, start_method=method)
 
 
 def _trains(rank, folder, seeds):
@@ -514,6 +538,122 @@ def test_mini_batches_are_those_of_one_process(tmp_path, folder):
     run_in_ranks(_trains, folder, torch.arange(0, NUM_ROWS, 29)[:1024], directory=tmp_path)
 
 
+def _all_threads_fail(rank, folder):
+    features = opened(folder, rank, [0, 1], "copies", patience_s=5)
+    distributed.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    failures = []
+
+    def read():
+        try:
+            _read_on(features)
+        except RankError as error:
+            failures.append(error.ranks)
+
+    threads = [threading.Thread(target=read, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    features.close()
+    os._exit(0 if failures == [(1,)] * 4 else 1)
+
+
+def test_all_threads_that_read_hear_of_a_failure(tmp_path, folder):
+    """More of them than there are buffers for answers."""
+    ranks = start_ranks(_all_threads_fail, folder, directory=tmp_path, num_ranks=2)
+    for process in ranks.processes:
+        process.join(120)
+    assert [process.exitcode for process in ranks.processes] == [0, -signal.SIGKILL]
+
+
+def _interrupted(rank, folder):
+    real = PeerRows._answer
+    PeerRows._answer = lambda *arguments: (time.sleep(0.3), real(*arguments))[1]
+    with opened(folder, rank, [0, 1], "copies") as features:
+        if rank == 0:
+            for _ in range(6):  # more often than there are buffers
+                threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+                start_s = time.monotonic()
+                with pytest.raises(KeyboardInterrupt):
+                    _read_on(features)
+                assert time.monotonic() - start_s < 20
+            rows = some_rows(3)
+            assert torch.equal(features[rows], values(rows))
+        distributed.barrier()
+
+
+def test_a_reader_can_be_interrupted_and_read_again(tmp_path, folder):
+    run_in_ranks(_interrupted, folder, directory=tmp_path)
+
+
+def _fails_before_it_connects(rank, folder):
+    start_s = time.monotonic()
+    with pytest.raises(BudgetError if rank else RankError) as caught:
+        opened(folder, rank, [0, 1], "copies", **({"host": "1MiB"} if rank else {}))
+    if not rank:
+        assert caught.value.ranks == (1,) and "BudgetError" in str(caught.value)
+    assert time.monotonic() - start_s < 30  # and not the patience of 60 s
+
+
+def test_a_failure_before_connecting_is_heard_at_once(tmp_path, folder):
+    run_in_ranks(_fails_before_it_connects, folder, directory=tmp_path)
+
+
+def _crossed(rank, folder):
+    tables = [opened(folder, rank, [0, 1], "copies") for _ in range(2)]
+    start_s = time.monotonic()
+    for table in tables if rank else tables[::-1]:
+        table.close()
+    assert time.monotonic() - start_s < 30  # a few seconds, and not the patience of 60 s for each
+    distributed.barrier()
+
+
+def test_tables_may_be_closed_in_any_order(tmp_path, folder):
+    run_in_ranks(_crossed, folder, directory=tmp_path)
+
+
+def _nothing_is_left(rank, folder):
+    gc.disable()
+    opened(folder, rank, [0, 1], "copies").close()  # what is made once
+    before = None
+    for _ in range(4):
+        features = opened(folder, rank, [0, 1], "copies")
+        assert torch.equal(features[some_rows(rank)], values(some_rows(rank)))
+        features.close()
+        for _ in range(100):
+            names = [thread.name for thread in threading.enumerate() if thread.name.startswith("penstock")]
+            if not names:
+                break
+            time.sleep(0.1)
+        assert not names
+        distributed.barrier()
+        now = len(os.listdir("/proc/self/fd"))
+        before = now if before is None else before
+        assert now <= before + 2
+    child = os.fork()
+    if not child:
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_closed_tables_leave_no_threads_and_no_connections(tmp_path, folder):
+    run_in_ranks(_nothing_is_left, folder, directory=tmp_path)
+
+
+def _unequal(rank, folder):
+    with opened(folder, rank, [0, 1], "copies", host=4 * NUM_ROWS * ROW_BYTES if rank else HOST_BYTES) as features:
+        assert features.plan.num_peer_rows > 0
+        assert torch.equal(features[:].sum(0), values(torch.arange(NUM_ROWS)).sum(0))
+        assert features.host_bytes > len(features.plan.host_rows) * ROW_BYTES + 4 * NUM_ROWS
+
+
+def test_the_machine_with_the_least_memory_sets_the_plan(tmp_path, folder):
+    run_in_ranks(_unequal, folder, directory=tmp_path)
+
+
 def test_each_rank_asks_one_rank_of_each_other_machine():
     machines = [[0, 3, 4], [1], [2, 5]]
     found = {rank: partners(machines, rank) for rank in range(6)}
@@ -527,7 +667,11 @@ def test_each_rank_asks_one_rank_of_each_other_machine():
 @pytest.mark.parametrize("num_machines", [2, 8, 64])
 @pytest.mark.parametrize("row_bytes", [0, 4, 1024, 2**22])
 def test_buffers_are_bounded(num_machines, row_bytes):
-    part_rows, num_buffers = part_rows_for(row_bytes, num_machines), num_buffers_for(row_bytes, num_machines)
+    num_rows = 10**9
+    part_rows, num_buffers = (
+        part_rows_for(row_bytes, num_machines, num_rows), num_buffers_for(row_bytes, num_machines, num_rows),
+    )  # fmt: skip
     assert part_rows >= 1 and num_buffers >= 2
-    assert part_rows * row_bytes * num_buffers <= max(8 * 2**20, 2 * row_bytes)
-    assert link_bytes_for(row_bytes, num_machines, 1) > part_rows * row_bytes * num_buffers
+    assert part_rows * max(8, row_bytes) * num_buffers <= max(8 * 2**20, 2 * row_bytes)
+    assert link_bytes_for(row_bytes, num_machines, 1, num_rows) > part_rows * row_bytes * num_buffers
+    assert part_rows_for(row_bytes, num_machines, 5) <= 5 and link_bytes_for(4, num_machines, 1, 5) < 200_000

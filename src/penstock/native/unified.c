@@ -282,25 +282,42 @@ static int64_t num_faults(void) {
 
 /* Where a thread that copies from a map goes on if the map turns out to have no such page. NULL while it does not. */
 static _Thread_local sigjmp_buf *volatile landing;
+static _Thread_local int is_passing;
 static struct sigaction before;
-static pthread_once_t has_landings = PTHREAD_ONCE_INIT;
+static pthread_mutex_t landings = PTHREAD_MUTEX_INITIALIZER;
 
 /* The signal of a page that a map does not have: a file was cut, or its disk has failed. Others' are passed on. */
 static void land(int number, siginfo_t *info, void *context) {
-    if (landing)
+    const int is_fault = info->si_code > 0; /* and not sent by somebody */
+    if (is_fault && landing)
         siglongjmp(*landing, 1);
+    if (!(before.sa_flags & SA_SIGINFO) && before.sa_handler == SIG_IGN && !is_fault)
+        return;
+    const int has_handler = before.sa_flags & SA_SIGINFO || (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN);
+    if (!has_handler || is_passing) { /* as if nobody had asked for it; a fault comes again by itself */
+        signal(number, SIG_DFL);
+        if (!is_fault)
+            raise(number);
+        return;
+    }
+    is_passing = 1;
     if (before.sa_flags & SA_SIGINFO)
         before.sa_sigaction(number, info, context);
-    else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN)
-        before.sa_handler(number);
     else
-        signal(number, SIG_DFL); /* it comes again, and ends the process as it would have */
+        before.sa_handler(number);
+    is_passing = 0;
 }
 
+/* Others may have taken the signal since the last batch. */
 static void make_landings(void) {
-    struct sigaction action = {.sa_sigaction = land, .sa_flags = SA_SIGINFO | SA_ONSTACK};
+    struct sigaction action = {.sa_sigaction = land, .sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER}, now;
     sigemptyset(&action.sa_mask);
-    sigaction(SIGBUS, &action, &before);
+    pthread_mutex_lock(&landings);
+    if (!sigaction(SIGBUS, NULL, &now) && !(now.sa_flags & SA_SIGINFO && now.sa_sigaction == land)) {
+        before = now;
+        sigaction(SIGBUS, &action, NULL);
+    }
+    pthread_mutex_unlock(&landings);
 }
 
 typedef struct {
@@ -338,7 +355,7 @@ static int could_copy(const Copying *part) {
 static int64_t copy_cached(const Files *files, const Cache *cache, const Wanted *cached, int64_t size, const Result *to) {
     const int64_t begin = num_faults(), num_threads = size * to->row_bytes < SERIAL_BYTES ? 1 : cache->num_threads;
     int are_there = 1;
-    pthread_once(&has_landings, make_landings);
+    make_landings();
 #pragma omp parallel for schedule(static) num_threads((int)num_threads) if (num_threads > 1) reduction(& : are_there)
     for (int64_t part = 0; part < num_threads; part++) {
         const int64_t from = size * part / num_threads, end = size * (part + 1) / num_threads;

@@ -1,5 +1,6 @@
 """The rows of a table that this machine does not hold in memory: on its disk, and in memory and on disks of others."""
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -11,7 +12,8 @@ from penstock.ranks import RankGroup
 from penstock.unified._disk import ReadReport, RowFiles
 from penstock.unified._peer_link import PeerLink
 from penstock.unified._plan import machines_of
-from penstock.unified._rows import RowType, gather
+from penstock.unified._readers import Readers
+from penstock.unified._rows import RowType, check_range, gather
 
 _TRIAL_S = 0.05
 """Seconds that measuring a rate takes, if its first rows do not take longer."""
@@ -34,13 +36,15 @@ class PeerRows:
         machines: list[list[int]],
         files: RowFiles,
         kind: RowType,
+        num_rows: int,
         part_rows: tuple[int, ...] | None,
         at_end: Callable[[], None],
     ):
         self.part_rows = part_rows
+        self._readers, self._disk = Readers("the table was closed"), threading.Lock()
         self._files, self._stored = files, RowType(kind.shape, kind.stored, kind.stored)
         self._held: tuple[torch.Tensor, torch.Tensor | None, int] | None = None
-        self.link = PeerLink(ranks, machines, kind.row_bytes, self._answer, at_end)
+        self.link = PeerLink(ranks, machines, kind.row_bytes, num_rows, self._answer, at_end)
         self._first_row = sum(part_rows[: self.link.machine]) if part_rows is not None else 0
         self._asks_places = False
         self._numbers = torch.arange(self.link.part_rows, device="cpu")
@@ -50,7 +54,8 @@ class PeerRows:
         self._held = host, places, num_device
 
     def let_go(self) -> None:
-        """Forget the rows in memory."""
+        """Forget the rows in memory, once nobody is given any."""
+        self._readers.close()
         self._held, self._asks_places = None, False
 
     def ask_places(self) -> None:
@@ -96,7 +101,7 @@ class PeerRows:
 
         All ranks do so at the same time, as they will read.
         """
-        ranks.exchange("connected")
+        ranks.exchange("to be asked")
         peer_s = _measured(self._try_peers)
         ranks.exchange("asked")
         return peer_s, _measured(self._try_disk)
@@ -129,22 +134,24 @@ class PeerRows:
     def _answer(self, rows: torch.Tensor, out: torch.Tensor) -> int:
         """Put rows that another machine needs into ``out``; return how many of them this one had to read."""
         into = out.view(self._stored.stored).view(len(rows), *self._stored.shape) if len(out) else out
-        if self._held is None:
-            self._files.read(rows - self._first_row, self._stored, into, None)
-            return len(rows)
-        host, places, num_device = self._held
-        if places is None:
-            gather(host, rows, self._stored, into, wraps=False)
-            return 0
-        slots = places[rows].long() - num_device
-        is_held = slots >= 0
-        if bool(is_held.all()):
-            gather(host, slots, self._stored, into, wraps=False)
-            return 0
-        held, cold = is_held.nonzero().view(-1), (~is_held).nonzero().view(-1)
-        gather(host, slots[held], self._stored, into, held, wraps=False)
-        self._files.read(rows[cold] - self._first_row, self._stored, into, cold)
-        return len(cold)
+        with self._readers:
+            if self._held is None:
+                return self._answer_from_disk(rows, into, None)
+            host, places, num_device = self._held
+            if places is None:
+                gather(host, rows, self._stored, into, wraps=False)
+                return 0
+            slots = places[rows].long() - num_device
+            is_held = slots >= 0
+            held, cold = is_held.nonzero().view(-1), (~is_held).nonzero().view(-1)
+            gather(host, slots[held], self._stored, into, held, wraps=False)
+            return self._answer_from_disk(rows[cold], into, cold) if len(cold) else 0
+
+    def _answer_from_disk(self, rows: torch.Tensor, into: torch.Tensor, positions: torch.Tensor | None) -> int:
+        places = check_range(rows - self._first_row, self._files.num_rows, wraps=False)
+        with self._disk:  # answers take turns, so that they need one set of buffers
+            self._files.read(places, self._stored, into, positions)
+        return len(rows)
 
 
 def _taking_turns(chosen: list[torch.Tensor], part_rows: int) -> Iterator[tuple[int, torch.Tensor]]:

@@ -6,6 +6,9 @@ import torch
 
 from penstock.arguments import check_fields
 
+_MOST_MACHINES = 2**15 - 2
+"""Machines that ``int16`` can name, with two numbers for other places."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peers:
@@ -27,10 +30,12 @@ class Peers:
             self, "Peers(num_machines=4, machine=0, peer_row_s=2e-6, disk_row_s=8e-6)", num_machines=1, machine=0,
             peer_row_s=0, disk_row_s=0,
         )  # fmt: skip
-        if self.machine >= self.num_machines or len(self.part_rows or range(self.num_machines)) != self.num_machines:
+        parts = self.part_rows
+        is_one = self.machine < self.num_machines <= _MOST_MACHINES
+        if not is_one or (parts is not None and (len(parts) != self.num_machines or min(parts) < 0)):
             raise ValueError(
-                f"`machine` must be one of {self.num_machines} machines, from 0, and `part_rows` one number for each, "
-                f"got {self.machine} and {self.part_rows}: "
+                f"`machine` must be one of at most {_MOST_MACHINES} machines, from 0, and `part_rows` a number of rows "
+                f"for each, got {self.machine} of `num_machines` {self.num_machines}, and {self.part_rows}: "
                 "Peers(num_machines=2, machine=1, peer_row_s=2e-6, disk_row_s=8e-6, part_rows=(500, 500))"
             )
 

@@ -54,16 +54,18 @@ def share_host(
     num_ranks: int = 1,
     peer_bytes: int = 0,
     page_bytes: int = 0,
+    may_hold_all: bool = True,
 ) -> HostShare:
     """Divide ``host_bytes`` (``None``: no bound) of a machine between rows and the rest.
 
     ``in_flight`` is as asked, for all ranks; ``buffer_bytes``, of each rank, counts only if a disk is needed, and
     ``peer_bytes``, of each rank, in any case, as do ``page_bytes`` for shared memory in whole pages. Raises
-    ``BudgetError``, which names the smallest budget that works, if it is less than what must be held.
+    ``BudgetError``, which names the smallest budget that works, if it is less than what must be held. Without
+    ``may_hold_all`` rows are elsewhere even if there is memory for all, as where a smaller machine has none.
     """
     total, places = num_rows * row_bytes, ROW_NUMBER_BYTES * num_rows + page_bytes
     whole = total + num_ranks * peer_bytes + page_bytes
-    if host_bytes is None or whole <= host_bytes:
+    if host_bytes is None or (whole <= host_bytes and may_hold_all):
         left = in_flight if in_flight is not None or host_bytes is None else host_bytes - whole
         is_split = host_bytes is None and device_bytes > 0
         return HostShare(
@@ -71,8 +73,9 @@ def share_host(
             in_flight_bytes=None if left is None else left // num_ranks, needs_disk=False, num_ranks=num_ranks,
             peer_bytes=peer_bytes,
         )  # fmt: skip
-    without_disk = _rows_beside(places + num_ranks * peer_bytes + (in_flight or 0), host_bytes, row_bytes)
-    if without_disk + device_bytes >= total:
+    fixed = places + num_ranks * peer_bytes + (in_flight or 0)
+    without_disk = _rows_beside(fixed, host_bytes, row_bytes)
+    if without_disk + device_bytes >= total and fixed <= host_bytes and may_hold_all:
         return HostShare(
             rows_bytes=without_disk, places_bytes=places, buffer_bytes=0,
             in_flight_bytes=None if in_flight is None else in_flight // num_ranks, needs_disk=False,
@@ -87,7 +90,7 @@ def share_host(
         # shares grow with a larger budget
         grown = 1 / 8 if in_flight is None else 1 / 16 if keeps else 0
         constant = places + buffers + (0 if in_flight is None else in_flight)
-        least = constant + math.ceil(constant * grown / (1 - grown))
+        least = min(whole, constant + math.ceil(constant * grown / (1 - grown)))
         raise BudgetError(
             f"`host` must be at least {least}, got {format_bytes(host_bytes)}: {format_bytes(places)} are "
             f"needed to know where each row is, {format_bytes(buffers)} to read from the disk"

@@ -121,7 +121,7 @@ class RowStore:
         """Close files and free memory once nobody reads. Idempotent.
 
         Other machines read until they close the table too: waits for that until they have read nothing for ``wait_s``
-        seconds (``None``: as many as ranks may take to answer), and else leaves it to the thread of the last.
+        seconds (``None``: a few), and else leaves it to the thread of the last.
         """
         self._readers.close()
         if self.peers is None:

@@ -120,6 +120,8 @@ class TieredFeatures(torch.Tensor):
                 together.check(rows, kind, scores, verify=verify, **limits)
                 rows = together.whole(rows)
             share = _shared_out(rows, kind, limits, disk, together)
+            if together is not None and not together.holds_all(share) and limits["host"] is not None:
+                share = _shared_out(rows, kind, limits, disk, together, may_hold_all=False)
             problem = TierProblem(
                 num_rows=rows.shape[0], row_bytes=kind.row_bytes, device_bytes=device_bytes,
                 host_bytes=share.rows_bytes, scores=scores,
@@ -157,6 +159,7 @@ class TieredFeatures(torch.Tensor):
                 plan = shared.plan
         except BaseException:
             store.close()
+            store.let_go()  # nobody can need its rows, since no rank has the table
             raise
         return cls._over(store, plan, share)
 
@@ -348,8 +351,8 @@ class TieredFeatures(torch.Tensor):
     def close(self) -> None:
         """Close files and free memory once nobody reads. Idempotent; later reads raise an error.
 
-        With ``peers`` it waits until the ranks of other machines that read rows here have closed the table too, or have
-        read none for ``patience_s``.
+        With ``peers`` it waits a few seconds until the ranks of other machines that read rows here have closed the
+        table too. Else threads keep the rows for them, while this process lives.
         """
         self._store.close(wait_s=None)
 
@@ -386,17 +389,24 @@ def _features_in(args: Any, kwargs: Any) -> TieredFeatures:
 
 
 def _shared_out(
-    rows: RowSource, kind: RowType, limits: dict[str, int | None], disk: DiskSpec, together: Together | None
+    rows: RowSource,
+    kind: RowType,
+    limits: dict[str, int | None],
+    disk: DiskSpec,
+    together: Together | None,
+    *,
+    may_hold_all: bool = True,
 ) -> HostShare:
     """Divide the host budget. Raises ``BudgetError`` if that needs a disk, and none is given."""
     num_rows, device_bytes = rows.shape[0], limits["device_budget"] or 0
     stride_bytes = rows.table.stride_bytes if rows.table else stride_for(kind.row_bytes)
+    buffer_bytes = buffer_bytes_for(stride_bytes, num_rows)
     share = share_host(
         limits["host"], num_rows=num_rows, row_bytes=kind.row_bytes, device_bytes=device_bytes,
-        in_flight=limits["in_flight"], buffer_bytes=buffer_bytes_for(stride_bytes, num_rows),
+        in_flight=limits["in_flight"], buffer_bytes=buffer_bytes,
         num_ranks=1 if together is None else together.num_here,
-        peer_bytes=0 if together is None else together.peer_bytes(kind.row_bytes),
-        page_bytes=0 if together is None else ROUNDING_BYTES,
+        peer_bytes=0 if together is None else together.peer_bytes(kind.row_bytes, num_rows, buffer_bytes),
+        page_bytes=0 if together is None else ROUNDING_BYTES, may_hold_all=may_hold_all,
     )  # fmt: skip
     if share.needs_disk and rows.table is None and disk is None:
         raise BudgetError(

@@ -115,12 +115,19 @@ class Together:
             return source
         return dataclasses.replace(source, shape=(sum(self.part_rows), *source.shape[1:]))
 
-    def peer_bytes(self, row_bytes: int) -> int:
-        """Return the bytes of buffers for rows from and for other machines, in each rank of this one."""
+    def peer_bytes(self, row_bytes: int, num_rows: int, buffer_bytes: int) -> int:
+        """Return the bytes of buffers for rows from and for other machines, in each rank of this one.
+
+        ``buffer_bytes``: those for reading from the disk, which answers need besides.
+        """
         if self.spread is None:
             return 0
         most_askers = max(len(partners(self.machines, rank)[1]) for rank in self.members)
-        return link_bytes_for(row_bytes, len(self.machines), most_askers)
+        return link_bytes_for(row_bytes, len(self.machines), most_askers, num_rows) + buffer_bytes
+
+    def holds_all(self, share: HostShare) -> bool:
+        """Return whether all machines that hold the table together have memory for all of it, as this one's share."""
+        return self.spread is None or not any(self.ranks.exchange(share.needs_disk))
 
     def connect(self, store: RowStore, problem: TierProblem) -> TierProblem:
         """Connect this rank with other machines, if there are any to ask, and measure how fast these and disks are.
@@ -130,7 +137,9 @@ class Together:
         if self.spread is None:
             return problem
         assert store.files is not None
-        store.peers = PeerRows(self.ranks, self.machines, store.files, store.kind, self.part_rows, store.let_go)
+        store.peers = PeerRows(
+            self.ranks, self.machines, store.files, store.kind, store.num_rows, self.part_rows, store.let_go
+        )
         seconds = self.ranks.exchange(store.peers.row_seconds(self.ranks))
         spaces = [space for space in self.ranks.exchange(problem.host_bytes) if space is not None]
         peers = Peers(

@@ -15,7 +15,12 @@ def verify(problem: TierProblem, plan: TierPlan) -> None:
     for rows in (plan.device_rows, plan.host_rows):
         seen.index_add_(0, rows, torch.ones(len(rows), dtype=torch.int64, device="cpu"))
     if plan.answering is not None:
+        assert problem.peers is not None
         is_elsewhere = plan.answering >= 0
+        if bool((plan.answering >= problem.peers.num_machines).any() | (plan.answering == problem.peers.machine).any()):
+            raise InternalError("a row is at a machine that does not exist, or at this one and elsewhere")
+        if plan.num_replicated_rows > len(plan.host_rows):
+            raise InternalError("more rows are in every memory than in this one")
         if int(is_elsewhere.sum()) != plan.num_peer_rows + plan.num_peer_disk_rows:
             raise InternalError("other machines answer for more or fewer rows than the plan counts")
         seen += is_elsewhere
