@@ -8,6 +8,7 @@ failed is named, which a collective cannot do.
 import datetime as dt
 import json
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -25,8 +26,8 @@ PATIENCE_S = 300.0
 """Seconds to wait for a rank that gives no sign of life."""
 _BEAT_S = 1.0
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.001, 0.05
-_CONNECT_TURNS = 3
-"""How many times its patience a rank gives others that connect, during which they show no sign of life."""
+_CONNECT_TURNS = 2
+"""How many times its patience a rank tries to connect, before it looks who is missing."""
 _counts: Counter[str] = Counter()
 """Number of `RankGroup` that were made of each group, by its name; the same in all of its processes.
 
@@ -54,16 +55,14 @@ class RankGroup:
         self._num_messages = 0
         self._last_beat_s, self._num_beats = -_BEAT_S, 0
 
-    def exchange(self, message: Any, *, patience_s: float | None = None) -> list[Any]:  # any: JSON
+    def exchange(self, message: Any) -> list[Any]:  # any: JSON
         """Give a message (JSON) to all ranks, and return those of all ranks, in their order.
 
-        Raises `RankError`, which names the rank, if a rank has failed, or gives no sign of life for ``patience_s``
-        (``None``: the group's).
+        Raises `RankError`, which names the rank, if a rank has failed, or gives no sign of life for ``patience_s``.
         """
-        patience_s = self.patience_s if patience_s is None else patience_s
         step = self._num_messages = self._num_messages + 1
         self._set(f"{step}/{self.rank}", json.dumps(message))
-        return [json.loads(self._received(rank, step, patience_s)) for rank in range(self.size)]
+        return [json.loads(self._received(rank, step)) for rank in range(self.size)]
 
     def agree(self, what: str, value: Any, among: list[int] | None = None) -> None:
         """Raise `RankError`, which names the ranks, unless all ranks (or those in ``among``) say the same ``value``."""
@@ -115,27 +114,40 @@ class RankGroup:
 
         They are closed when nobody refers to the object. ``torch.distributed.new_group`` would name a group by the
         number of groups that a rank has, which need not be the same on all of them. Raises `RankError`, which names the
-        rank, if one has ended: at the latest after four times ``patience_s``.
+        rank, if one has ended.
         """
-        store = distributed.distributed_c10d.PrefixStore(f"{self._prefix}/gloo", self._store)
-        patience = dt.timedelta(seconds=self.patience_s)
         self.exchange("to connect")  # who has failed before is named here; gloo could not say it
-        made, reason = None, ""
-        try:
-            made = distributed.distributed_c10d.ProcessGroupGloo(store, self.rank, self.size, patience)
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-        # gloo tries several times, so ranks may come late; a rank that has ended is named here
-        reasons = [text for text in self.exchange(reason, patience_s=_CONNECT_TURNS * self.patience_s) if text]
-        if made is None or reasons:
+        made: list[Any] = []
+        reason: list[str] = []
+
+        def connect() -> None:
+            names = distributed.distributed_c10d
+            store = names.PrefixStore(f"{self._prefix}/gloo", self._store.clone())  # a wait holds a store's lock
+            try:
+                made.append(names.ProcessGroupGloo(store, self.rank, self.size, dt.timedelta(seconds=self.patience_s)))
+            except RuntimeError as error:
+                reason.append(str(error).splitlines()[0])
+
+        thread = threading.Thread(target=connect, daemon=True, name="penstock connects")
+        thread.start()
+        end_s = (
+            time.monotonic() + _CONNECT_TURNS * self.patience_s
+        )  # gloo tries again and again where a rank is missing
+        while thread.is_alive() and time.monotonic() < end_s:
+            thread.join(_LONGEST_POLL_S)
+            self.beat()
+        if thread.is_alive():
+            reason.append(f"that took longer than {format_duration(_CONNECT_TURNS * self.patience_s)}")
+        reasons = [text for text in self.exchange(reason[0] if reason else "") if text]
+        if not made or reasons:
             raise RankError(
                 f"the ranks cannot connect with each other through gloo: {reasons[0]}. Each must reach the others' "
                 "addresses; $GLOO_SOCKET_IFNAME chooses the network, such as eth0",
                 ranks=(),
             )
-        return made
+        return made[0]
 
-    def _received(self, rank: int, step: int, patience_s: float) -> str:
+    def _received(self, rank: int, step: int) -> str:
         """Return a rank's message, once it is there."""
         key, poll_s = f"{step}/{rank}", _SHORTEST_POLL_S
         beat, since_s = self._text(f"beat/{rank}"), time.monotonic()
@@ -149,9 +161,9 @@ class RankGroup:
             now = self._text(f"beat/{rank}")
             if now != beat:
                 beat, since_s = now, time.monotonic()
-            if time.monotonic() - since_s > patience_s:
+            if time.monotonic() - since_s > self.patience_s:
                 raise RankError(
-                    f"rank {rank} gave no sign of life for {format_duration(patience_s)}: it has died, hangs, or "
+                    f"rank {rank} gave no sign of life for {format_duration(self.patience_s)}: it has died, hangs, or "
                     "does not make this call. All ranks of the group must make it, in the same order",
                     ranks=(rank,),
                 )

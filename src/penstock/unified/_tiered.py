@@ -400,12 +400,12 @@ def _shared_out(
     """Divide the host budget. Raises ``BudgetError`` if that needs a disk, and none is given."""
     num_rows, device_bytes = rows.shape[0], limits["device_budget"] or 0
     stride_bytes = rows.table.stride_bytes if rows.table else stride_for(kind.row_bytes)
-    buffer_bytes = buffer_bytes_for(stride_bytes, num_rows)
+    answer_bytes = buffer_bytes_for(stride_bytes, 0)
     share = share_host(
         limits["host"], num_rows=num_rows, row_bytes=kind.row_bytes, device_bytes=device_bytes,
-        in_flight=limits["in_flight"], buffer_bytes=buffer_bytes,
+        in_flight=limits["in_flight"], buffer_bytes=buffer_bytes_for(stride_bytes, num_rows),
         num_ranks=1 if together is None else together.num_here,
-        peer_bytes=0 if together is None else together.peer_bytes(kind.row_bytes, num_rows, buffer_bytes),
+        peer_bytes=0 if together is None else together.peer_bytes(kind.row_bytes, num_rows, answer_bytes),
         page_bytes=0 if together is None else ROUNDING_BYTES, may_hold_all=may_hold_all,
     )  # fmt: skip
     if share.needs_disk and rows.table is None and disk is None:

@@ -115,15 +115,15 @@ class Together:
             return source
         return dataclasses.replace(source, shape=(sum(self.part_rows), *source.shape[1:]))
 
-    def peer_bytes(self, row_bytes: int, num_rows: int, buffer_bytes: int) -> int:
+    def peer_bytes(self, row_bytes: int, num_rows: int, answer_bytes: int) -> int:
         """Return the bytes of buffers for rows from and for other machines, in each rank of this one.
 
-        ``buffer_bytes``: those for reading from the disk, which answers need besides.
+        ``answer_bytes``: those for reading from the disk, which answers need besides.
         """
         if self.spread is None:
             return 0
         most_askers = max(len(partners(self.machines, rank)[1]) for rank in self.members)
-        return link_bytes_for(row_bytes, len(self.machines), most_askers, num_rows) + buffer_bytes
+        return link_bytes_for(row_bytes, len(self.machines), most_askers, num_rows) + answer_bytes
 
     def holds_all(self, share: HostShare) -> bool:
         """Return whether all machines that hold the table together have memory for all of it, as this one's share."""
