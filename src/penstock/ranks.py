@@ -117,14 +117,16 @@ class RankGroup:
         rank, if one has ended.
         """
         self.exchange("to connect")  # who has failed before is named here; gloo could not say it
-        made: list[Any] = []
+        groups: list[Any] = []
         reason: list[str] = []
 
         def connect() -> None:
             names = distributed.distributed_c10d
             store = names.PrefixStore(f"{self._prefix}/gloo", self._store.clone())  # a wait holds a store's lock
             try:
-                made.append(names.ProcessGroupGloo(store, self.rank, self.size, dt.timedelta(seconds=self.patience_s)))
+                groups.append(
+                    names.ProcessGroupGloo(store, self.rank, self.size, dt.timedelta(seconds=self.patience_s))
+                )
             except RuntimeError as error:
                 reason.append(str(error).splitlines()[0])
 
@@ -139,13 +141,13 @@ class RankGroup:
         if thread.is_alive():
             reason.append(f"that took longer than {format_duration(_CONNECT_TURNS * self.patience_s)}")
         reasons = [text for text in self.exchange(reason[0] if reason else "") if text]
-        if not made or reasons:
+        if not groups or reasons:
             raise RankError(
                 f"the ranks cannot connect with each other through gloo: {reasons[0]}. Each must reach the others' "
                 "addresses; $GLOO_SOCKET_IFNAME chooses the network, such as eth0",
                 ranks=(),
             )
-        return made[0]
+        return groups[0]
 
     def _received(self, rank: int, step: int) -> str:
         """Return a rank's message, once it is there."""

@@ -281,8 +281,8 @@ static int64_t num_faults(void) {
 }
 
 /* Where a thread that copies from a map goes on if the map turns out to have no such page. NULL while it does not. */
-static _Thread_local sigjmp_buf *volatile landing;
-static _Thread_local int is_passing;
+static _Thread_local sigjmp_buf *volatile landing __attribute__((tls_model("initial-exec"))); /* read in a handler */
+static _Thread_local int is_passing __attribute__((tls_model("initial-exec")));
 static struct sigaction before;
 static pthread_mutex_t landings = PTHREAD_MUTEX_INITIALIZER;
 

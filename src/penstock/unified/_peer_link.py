@@ -45,7 +45,7 @@ _TAIL_BYTES = 512
 """Bytes behind the rows of an answer: how many rows came from a disk, or -1 and the text of an error."""
 _CUT_TAG, _QUESTION_TAG, _FIRST_ANSWER_TAG, _NUM_TAGS = 0, 1, 2, 2**20
 _FOREVER = dt.timedelta(days=3650)
-_GRACE_S = 2.0
+_GRACE_S, _JOIN_S = 2.0, 10.0
 """How long a rank whose connection broke may take to say why, and a thread to end once its connection is cut."""
 _CLOSE_S, _EXIT_S = 5.0, 30.0
 """How long closing a table, and the end of a process, wait for ranks that may still need its rows."""
@@ -153,16 +153,20 @@ class PeerLink:
                 rank = next(iter(self.asked.values()))
                 group.recv([nothing], rank, _CUT_TAG).wait(dt.timedelta(milliseconds=1))
         for thread in (*self._threads, *self._asking.threads):
-            thread.join(_GRACE_S)
+            thread.join(_JOIN_S)
 
     def _end(self, farewells: list[Any]) -> None:
         """Close the connections once all who are asked here have heard the farewell, and all who ask have left."""
-        for work, _ in farewells:
+        while farewells:
             with suppress(RuntimeError):
-                work.wait(_FOREVER)
+                farewells[-1][0].wait(_FOREVER)
+            farewells.pop()
         self._present.wait(math.inf)
+        for thread in (*self._threads[:-1], *self._asking.threads):
+            thread.join()
         self._asking.end()
         self._group, self._rows = None, _nothing
+        # last, since a process waits for the threads of these links only: gloo's objects must not go after Python has
         with suppress(ValueError):
             _links.remove(self)
 
@@ -224,7 +228,7 @@ class _Question:
         """The message, which gloo would drop if nobody held it."""
         self.arrived = threading.Event()
         self.error: RuntimeError | None = None
-        """What broke the connection before the answer had arrived."""
+        """Error by which the connection broke before the answer had arrived."""
         self.since_s = time.monotonic()
 
 
