@@ -19,8 +19,6 @@ Run it with ``python -m benchmarks.unified_peers --disk /nvme --json unified-pee
 import argparse
 import itertools
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,14 +30,13 @@ import torch
 from torch import distributed
 
 from benchmarks.common import Row, parser, show, write
+from benchmarks.unified_ranks import WIDTH, answers_of, made_rows
 from penstock import unified
 from penstock.machines import MACHINES
 from penstock.testing.graphs import MadeGraph
 from penstock.unified._peer_rows import PeerRows
 from penstock.units import format_bytes
 
-WIDTH = 256
-"""Numbers in a row, of 4 bytes."""
 BATCH_ROWS = 5000
 WAYS = {"planned": None, "split": (0.0, 1.0), "own": (1.0, 0.0)}
 """Seconds of a row from a peer and from a disk by which the memory is divided; ``None``: as measured."""
@@ -85,7 +82,7 @@ def _measured(settings: argparse.Namespace) -> list[Row]:
     results: dict[str, list[list[dict[str, Any]]]] = {}
     with tempfile.TemporaryDirectory(dir=settings.disk, prefix="penstock-peers-") as folder:
         file = Path(folder) / "rows.features"
-        unified.write_features(file, _blocks(settings.rows), progress=False)
+        unified.write_features(file, made_rows(settings.rows), progress=False)
         for number in range(settings.rounds):
             for count in settings.machines:
                 for way in WAYS:
@@ -102,12 +99,6 @@ def _measured(settings: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _blocks(num_rows: int) -> Any:  # any: an iterator of tensors
-    generator = torch.Generator().manual_seed(0)
-    for start in range(0, num_rows, 16_384):
-        yield torch.rand(min(16_384, num_rows - start), WIDTH, generator=generator)
-
-
 def _run(settings: argparse.Namespace, file: Path, meet: Path, count: int, way: str) -> list[dict[str, Any]]:
     """Return the figures of each process."""
     command = [
@@ -115,17 +106,7 @@ def _run(settings: argparse.Namespace, file: Path, meet: Path, count: int, way: 
         str(meet), "--rows", str(settings.rows), "--host", str(settings.host), "--way", way, "--batches",
         str(settings.batches),
     ]  # fmt: skip
-    ranks = [
-        subprocess.Popen(
-            [*command, "--rank", str(rank)], stdout=subprocess.PIPE, text=True,
-            env=os.environ | {"PENSTOCK_MACHINE": str(rank)},
-        )
-        for rank in range(count)
-    ]  # fmt: skip
-    answers = [process.communicate()[0] for process in ranks]
-    if any(process.returncode for process in ranks):
-        raise SystemExit("a rank failed")
-    return [json.loads(answer.splitlines()[-1]) for answer in answers]
+    return answers_of(command, [{"PENSTOCK_MACHINE": str(rank)} for rank in range(count)])
 
 
 def _work(settings: argparse.Namespace) -> None:

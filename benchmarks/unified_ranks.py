@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     with tempfile.TemporaryDirectory(dir=settings.disk, prefix="penstock-ranks-") as folder:
         file = Path(folder) / "rows.features"
-        unified.write_features(file, _blocks(settings.rows))
+        unified.write_features(file, made_rows(settings.rows))
         results: dict[str, list[list[dict[str, Any]]]] = {}
         for number in range(settings.rounds):
             for count in (1, *settings.ranks):
@@ -71,7 +71,8 @@ def main(arguments: list[str] | None = None) -> None:
     write(settings.json, {"rows": settings.rows, "row_bytes": 4 * WIDTH, "host": settings.host}, rows)
 
 
-def _blocks(num_rows: int) -> Any:  # any: an iterator of tensors
+def made_rows(num_rows: int) -> Any:  # any: an iterator of tensors
+    """Yield rows of ``WIDTH`` numbers in blocks."""
     generator = torch.Generator().manual_seed(0)
     for start in range(0, num_rows, 16_384):
         yield torch.rand(min(16_384, num_rows - start), WIDTH, generator=generator)
@@ -84,8 +85,14 @@ def _together(settings: argparse.Namespace, file: Path, meet: Path, count: int, 
         "--meet", str(meet),
         "--rows", str(settings.rows), "--host", str(settings.host), *(["--apart"] if how == "apart" else []),
     ]  # fmt: skip
+    return answers_of(command, [{} for _ in range(count)])
+
+
+def answers_of(command: list[str], environments: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """Run the command as so many ranks, each with more in its environment, and return what each printed last."""
     ranks = [
-        subprocess.Popen([*command, "--rank", str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(count)
+        subprocess.Popen([*command, "--rank", str(rank)], stdout=subprocess.PIPE, text=True, env=os.environ | more)
+        for rank, more in enumerate(environments)
     ]
     answers = [process.communicate()[0] for process in ranks]
     if any(process.returncode for process in ranks):

@@ -80,18 +80,13 @@ class RankGroup:
         try:
             yield
         except BaseException as error:
-            failed = (
-                [str(error), error.ranks]
-                if isinstance(error, RankError)
-                else [f"rank {self.rank} has failed: {type(error).__name__}: {error}", [self.rank]]
-            )
-            with suppress(RankError):  # the error of this rank is the one to raise
-                self._set(f"failed/{self.rank}", json.dumps(failed))
+            text = f"rank {self.rank} has failed: {type(error).__name__}: {error}"
+            self.tell_failure(error if isinstance(error, RankError) else RankError(text, ranks=(self.rank,)))
             raise
 
     def tell_failure(self, error: RankError) -> None:
-        """Let ranks that miss this one later know what made it fail."""
-        with suppress(RankError):
+        """Let ranks that miss this one know what made it fail."""
+        with suppress(RankError):  # that the store is gone is not the error to raise
             self._set(f"failed/{self.rank}", json.dumps([str(error), error.ranks]))
 
     def failure_of(self, rank: int, within_s: float) -> tuple[str, tuple[int, ...]] | None:
@@ -132,9 +127,8 @@ class RankGroup:
 
         thread = threading.Thread(target=connect, daemon=True, name="penstock connects")
         thread.start()
-        end_s = (
-            time.monotonic() + _CONNECT_TURNS * self.patience_s
-        )  # gloo tries again and again where a rank is missing
+        # gloo tries again and again where a rank is missing
+        end_s = time.monotonic() + _CONNECT_TURNS * self.patience_s
         while thread.is_alive() and time.monotonic() < end_s:
             thread.join(_LONGEST_POLL_S)
             self.beat()

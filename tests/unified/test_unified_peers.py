@@ -17,6 +17,7 @@ from torch import distributed, nn
 
 from penstock import unified
 from penstock.errors import BudgetError, RankError, TierReadError
+from penstock.report._of_unified import part_of_features
 from penstock.tiers import Budget
 from penstock.unified._peer_link import link_bytes_for, num_buffers_for, part_rows_for, partners
 from penstock.unified._peer_rows import PeerRows
@@ -105,6 +106,13 @@ def _same_rows(rank, folder, machines, peers):
         assert any(gathered(plan.num_peer_disk_rows)) == (peers == "parts")
         rows_of_all = len(plan.host_rows) + plan.num_peer_rows + plan.num_disk_rows + plan.num_peer_disk_rows
         assert rows_of_all == NUM_ROWS and plan.num_peer_rows > 0
+        elsewhere = plan.num_peer_rows + plan.num_peer_disk_rows
+        assert repr(features).endswith(f"; on other machines: {elsewhere:,})")
+        section = part_of_features(features).section
+        served = {line[0]: line[5] for line in section.tables[0].lines}
+        assert served["memory of peers"] == f"{counts.peer_rows:,}"
+        assert served.get("disks of peers", "0") == f"{counts.peer_disk_rows:,}"
+        assert sum(int(count.replace(",", "")) for count in served.values()) == read
         assert "peers" in plan.explain() and f"{max(machines) + 1} machines" in plan.explain()
         held = gathered([machines[rank], plan.num_replicated_rows, plan.host_rows.tolist()])
         own = {machine: set(rows) for machine, _, rows in held}

@@ -5,15 +5,24 @@ from penstock.report._part import Part, share, table
 from penstock.unified import TieredFeatures
 from penstock.units import format_bytes, format_duration
 
-_TIERS = ("device", "host memory", "page cache", "disk")
+_ALWAYS = 4
+"""Tiers that are shown even if nothing is in them; those of other ranks and machines are not."""
 
 
 def part_of_features(features: TieredFeatures) -> Part:
     """Return the part for tiered features: the plan, and the reads so far."""
     plan, counted = features.plan, features.statistics()
-    rows = (len(plan.device_rows), len(plan.host_rows), 0, plan.num_disk_rows)
-    planned = (plan.device_share, plan.host_share, 0.0, plan.disk_share)
-    served = (counted.device_rows, counted.host_rows, counted.cached_rows, counted.disk_rows)
+    tiers = [
+        ("device", 0, len(plan.device_rows), plan.device_share, counted.device_rows),
+        ("host memory", 2, len(plan.host_rows), plan.host_share, counted.host_rows),
+        ("page cache", 3, 0, 0.0, counted.cached_rows),
+        ("disk", 1, plan.num_disk_rows, plan.disk_share, counted.disk_rows),
+        ("memory of peers", 4, plan.num_peer_rows, plan.peer_share, counted.peer_rows),
+        ("disks of peers", 5, plan.num_peer_disk_rows, plan.peer_disk_share, counted.peer_disk_rows),
+        ("read shortly before", 6, 0, 0.0, counted.shared_rows),
+    ]
+    tiers = tiers[:_ALWAYS] + [tier for tier in tiers[_ALWAYS:] if any(tier[2:])]
+    names, colours, rows, planned, served = zip(*tiers, strict=True)
     total = sum(served)
     bars = [("rows", [count / max(1, sum(rows)) for count in rows]), ("accesses, planned", list(planned))]
     if total:
@@ -34,7 +43,7 @@ def part_of_features(features: TieredFeatures) -> Part:
             share(served[index], total),
             f"{served[index]:,}",
         )
-        for index, name in enumerate(_TIERS)
+        for index, name in enumerate(names)
     ]
     disk = [
         ("requests", f"{counted.disk_requests:,}"),
@@ -59,7 +68,7 @@ def part_of_features(features: TieredFeatures) -> Part:
                 x_label="share",
                 x_unit="share",
                 groups=tuple(
-                    BarGroup(name=name, colour=hue(colour)) for name, colour in zip(_TIERS, (0, 2, 3, 1), strict=True)
+                    BarGroup(name=name, colour=hue(colour)) for name, colour in zip(names, colours, strict=True)
                 ),
                 rows=tuple(Row(name=name, bars=_stacked(shares)) for name, shares in bars),
                 end=1.0,

@@ -229,7 +229,6 @@ class _Question:
         self.arrived = threading.Event()
         self.error: RuntimeError | None = None
         """Error by which the connection broke before the answer had arrived."""
-        self.since_s = time.monotonic()
 
 
 class _Asking:

@@ -90,7 +90,8 @@ def share_host(
         # shares grow with a larger budget
         grown = 1 / 8 if in_flight is None else 1 / 16 if keeps else 0
         constant = places + buffers + (0 if in_flight is None else in_flight)
-        least = min(whole, constant + math.ceil(constant * grown / (1 - grown)))
+        least = constant + math.ceil(constant * grown / (1 - grown))
+        least = min(whole, least) if may_hold_all else least
         raise BudgetError(
             f"`host` must be at least {least}, got {format_bytes(host_bytes)}: {format_bytes(places)} are "
             f"needed to know where each row is, {format_bytes(buffers)} to read from the disk"

@@ -64,6 +64,10 @@ class TieredFeatures(torch.Tensor):
     others); ``device_budget`` is each rank's own. The source must be a file that all ranks can read; ``scores`` may be
     given by one rank. The memory has no name, and is gone when the last rank has ended.
 
+    ``peers``: machines of the group hold the table together, and read rows from each other's memory. With ``"copies"``
+    each has a file with all rows, with ``"parts"`` the next part of them, in the order of the machines' first ranks.
+    One rank of each machine gives the scores, and all the same ones.
+
     Raises ``BudgetError`` if the host budget is below what must be held or no disk is given for the rest,
     ``FeatureFileError`` for damaged files, ``ValueError`` for arguments that do not go together, ``RankError`` on all
     ranks if one of them fails, disagrees about the file or the budget, or gives no sign of life for ``patience_s``
@@ -244,10 +248,13 @@ class TieredFeatures(torch.Tensor):
         return self.shape if dim is None else self.shape[dim]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        counts = len(self.plan.device_rows), len(self.plan.host_rows), self.plan.num_disk_rows
+        plan = self.plan
+        counts = len(plan.device_rows), len(plan.host_rows), plan.num_disk_rows
+        num_elsewhere = plan.num_peer_rows + plan.num_peer_disk_rows
+        peers = f"; on other machines: {num_elsewhere:,}" if num_elsewhere else ""
         return (
             f"TieredFeatures({tuple(self.shape)}, {self.dtype}, rows on device, host and disk: "
-            f"{counts[0]:,}, {counts[1]:,}, {counts[2]:,})"
+            f"{counts[0]:,}, {counts[1]:,}, {counts[2]:,}{peers})"
         )
 
     def __getitem__(self, index: Any) -> torch.Tensor:

@@ -55,7 +55,7 @@ class Together:
             [rank for rank, name in enumerate(names) if name == machine] for machine in dict.fromkeys(names)
         ]
         """The ranks of each machine."""
-        self.machine, self.askers, _ = partners(self.machines, ranks.rank)
+        self.machine, *_ = partners(self.machines, ranks.rank)
         self.members = self.machines[self.machine]
         """The ranks on this machine, this one included."""
         self.spread = peers if len(self.machines) > 1 else None
