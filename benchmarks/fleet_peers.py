@@ -8,6 +8,7 @@
 """
 
 import argparse
+import gc
 import json
 import socket
 import time
@@ -218,5 +219,6 @@ def main(arguments: list[str]) -> None:
             _, taken_s, count = train_plainly(make_job(settings, RATE, batch, 1), "cpu", steps, traffic)
         samples, seconds = samples + count, seconds + taken_s
     if distributed.is_initialized():
+        gc.collect()  # gloo's threads end with the models; Python must not end before them
         distributed.destroy_process_group()
     print(json.dumps({"samples": samples, "seconds": seconds}))

@@ -10,6 +10,7 @@ features in their memories together. Runs on CPUs with gloo.
 """
 
 import argparse
+import gc
 import os
 import time
 from pathlib import Path
@@ -111,6 +112,8 @@ def main() -> None:
         f"{counts.disk_rows:,} from the disk, {counts.shared_rows:,} that had been read before"
     )
     features.close()
+    del model, optimizer
+    gc.collect()  # gloo's threads end with the model; Python must not end before them
     distributed.destroy_process_group()
 
 

@@ -8,6 +8,7 @@ Runs on CPUs with gloo. On GPUs, initialize the group with nccl, move the model,
 
 import argparse
 import contextlib
+import gc
 
 import torch
 from torch import distributed, nn
@@ -57,6 +58,7 @@ def main() -> None:
     losses, moved = train(given, is_offloaded=True)
     rank = distributed.get_rank()
     print(f"rank {rank}: losses equal: {losses == expected}, {format_bytes(moved)} moved in the last step")
+    gc.collect()  # gloo's threads end with the model; Python must not end before them
     distributed.destroy_process_group()
 
 

@@ -579,6 +579,7 @@ def test_all_threads_that_read_hear_of_a_failure(tmp_path, folder):
 def _interrupted(rank, folder):
     real = PeerRows._answer
     PeerRows._answer = lambda *arguments: (time.sleep(0.3), real(*arguments))[1]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
     with opened(folder, rank, [0, 1], "copies") as features:
         if rank == 0:
             for _ in range(6):  # more often than there are buffers
