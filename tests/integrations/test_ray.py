@@ -28,14 +28,20 @@ OPTIONS = {
 }
 
 
-def make_job(name, *, steps=8, gate=None, batch_s=0.0, fails=False, validates=False):
-    """Its fifth batch comes when the file ``gate`` is there, so that a test decides what happens before."""
+def make_job(name, *, steps=8, gate=None, slow_until=None, batch_s=0.0, fails=False, validates=False):
+    """Its fifth batch comes when the file ``gate`` is there, so that a test decides what happens before.
+
+    No other job's batch comes meanwhile, since jobs share the process's generators. Those of a job that is
+    ``slow_until`` a file is there do.
+    """
 
     def batches():
         generator = torch.Generator().manual_seed(len(name))
         for index in range(steps):
             while gate is not None and index >= 4 and not gate.exists():
                 time.sleep(0.01)
+            if slow_until is not None and not slow_until.exists():
+                time.sleep(0.1)
             time.sleep(batch_s)
             yield torch.randint(0, 64, (2, 9), generator=generator)
 
@@ -266,9 +272,8 @@ def test_jobs_of_a_lost_node_go_on_elsewhere(tmp_path, cluster, one_thread):
 def test_without_nodes_it_says_how_to_go_on(tmp_path, cluster, one_thread):
     for node in list(cluster.worker_nodes)[1:]:
         cluster.remove_node(node)
-    run_dir, gate = tmp_path / "run", tmp_path / "go"
-    options = OPTIONS | {"devices_per_node": 2 * OPTIONS["devices_per_node"]}  # who waits holds nobody up
-    jobs = [make_job("over", steps=4), make_job("begun", steps=8, gate=gate)]
+    run_dir, go = tmp_path / "run", tmp_path / "go"
+    jobs = [make_job("over", steps=4), make_job("begun", steps=150, slow_until=go)]
 
     def condition():
         states = {row.name: row.state for row in fleet.FleetState(run_dir).jobs()}
@@ -283,11 +288,11 @@ def test_without_nodes_it_says_how_to_go_on(tmp_path, cluster, one_thread):
         pytest.warns(errors.NodeLostWarning),
         pytest.raises(errors.NodeLostError, match=r"1 of 2 jobs are over.*resume=True"),
     ):
-        run_on_ray(jobs, run_dir=run_dir, trackers=[watcher], **options)
+        run_on_ray(jobs, run_dir=run_dir, trackers=[watcher], **OPTIONS)
     add_node(cluster)
-    gate.touch()
+    go.touch()
     watcher = Watcher(lambda: False, None)
-    results = run_on_ray(jobs, run_dir=run_dir, resume=True, trackers=[watcher], **options)
+    results = run_on_ray(jobs, run_dir=run_dir, resume=True, trackers=[watcher], **OPTIONS)
     assert {job.name: results[job.name].losses for job in jobs} == {job.name: plain(job) for job in jobs}
     assert {name for name, _ in watcher.steps} == {"begun"}
     assert watcher.steps[0][1] > 1
