@@ -32,7 +32,7 @@ class NativeLibraries(BuildHookInterface):
         if version == "editable" or not sys.platform.startswith("linux"):
             return
         sys.path.insert(0, str(Path(self.root) / "src"))
-        from penstock.native._compiler import FLAGS, WITH_THREADS, compile_to, find_compiler, with_numbers
+        from penstock.native._compiler import FLAGS, WITH_THREADS, compile_to, find_compiler, read_source, with_numbers
 
         compiler = find_compiler()
         if compiler is None:
@@ -46,7 +46,7 @@ class NativeLibraries(BuildHookInterface):
             shared = NUMBERS.get(source.stem)
             numbers = runpy.run_path(str(package / shared))["NUMBERS_OF_C"] if shared else ()
             library = Path(self.folder.name) / f"{source.stem}.so"
-            compile_to(compiler, flags, with_numbers(source.read_text(), numbers), source.stem, library)
+            compile_to(compiler, flags, with_numbers(read_source(source), numbers), source.stem, library)
             build_data["force_include"][str(library)] = f"penstock/native/{library.name}"
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"

@@ -509,6 +509,16 @@ ENTRIES = {
             Figure(label="the choice over the fastest: {}", metric="chosen over the fastest", of="value"),
         ),
     ),
+    "cpu-relational-products": Entry(
+        shows="Products of rows with the matrix of their type, beside PyTorch's batched products",
+        command="relational --part products",
+        figures=(
+            Figure(label="64 x 64, 256 rows a type: {} of PyTorch's rate", name="products 64 x 64, 256 rows",
+                   metric="product, of PyTorch's"),
+            Figure(label="transposed: {}", name="products 64 x 64, 256 rows", metric="transposed, of PyTorch's"),
+            Figure(label="outer: {}", name="products 64 x 64, 256 rows", metric="outer, of PyTorch's"),
+        ),
+    ),
     "cpu-relational-stream": Entry(
         shows="Relational layers on edges in a file, under a hard cap",
         command="relational_stream",

@@ -22,6 +22,7 @@ from penstock.native._compiler import (
     Command,
     compile_to,
     find_compiler,
+    read_source,
     say_once,
     warn_once,
     why_slower,
@@ -109,7 +110,7 @@ def _without_generated() -> str:
 def _own(name: str, openmp: bool, numbers: tuple[type[IntEnum], ...]) -> ctypes.CDLL | None:
     refused = ""
     try:
-        source = (Path(__file__).parent / f"{name}.c").read_text()
+        source = read_source(Path(__file__).parent / f"{name}.c")
         library = _loaded(with_numbers(source, numbers), name, openmp)
         if library is not None:
             return library

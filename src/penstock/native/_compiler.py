@@ -1,6 +1,7 @@
 """The machine's C compiler: how to find it and call it, and what its absence costs."""
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -53,6 +54,17 @@ def compile_to(compiler: Command, flags: tuple[str, ...], source: str, name: str
             if outcome.returncode:
                 raise InternalError(f"{shlex.join(compiler)} cannot compile {name}.c: {outcome.stderr.strip()}")
         linked.replace(file)
+
+
+def read_source(file: Path) -> str:
+    """Return the text of a C file, with the headers that lie beside it in their places."""
+    source = file.read_text()
+
+    def header(include: re.Match[str]) -> str:
+        text, line = (file.parent / include[1]).read_text(), source.count("\n", 0, include.end()) + 1
+        return f'#line 1 "{include[1]}"\n{text}#line {line} "{file.name}"\n'
+
+    return re.sub(r'^#include "(.+)"\n', header, source, flags=re.MULTILINE)
 
 
 def with_numbers(source: str, numbers: Iterable[type[IntEnum]]) -> str:

@@ -1,21 +1,17 @@
 /* Products of rows with the matrix of their type, for penstock.relational.
  *
  * Rows lie type by type; where a row comes from is an index list, so that nothing is gathered but a block that stays in
- * cache. The products themselves are the BLAS's that PyTorch brings along, called through a pointer. Blocks are shared
- * out among OpenMP's threads; every result is written by one of them, in a fixed order: equal to the bit from run to run.
- *
- * Products are always called inside of an active parallel region if there are several threads, even for a few rows.
- * Outside of one, MKL takes threads of its own for each small product, 0.1 ms a call.
+ * cache. Blocks are shared out among OpenMP's threads; every result is written by one of them, in a fixed order: equal to
+ * the bit from run to run.
  */
 
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { BLOCK_ROWS = 256, SPLIT_ROWS = 2048, AHEAD = 8, MOST_BYTES_AHEAD = 512 };
+#include "products.h"
 
-typedef void (*Gemm)(const char *, const char *, const int *, const int *, const int *, const void *, const void *,
-                     const int *, const void *, const int *, const void *, void *, const int *);
+enum { BLOCK_ROWS = 256, SPLIT_ROWS = 2048, INNER_ROWS = 64, AHEAD = 8, MOST_BYTES_AHEAD = 512 };
 
 typedef struct {
     const char *rows;       /* [.., heads or 1, width] */
@@ -27,7 +23,6 @@ typedef struct {
 typedef struct {
     int64_t num_types, num_heads, inner, outer, element_bytes;
     const int64_t *segments; /* [num_types + 1] */
-    Gemm gemm;
 } Typed;
 
 typedef struct {
@@ -54,35 +49,77 @@ static void gather(char *block, const Rows *rows, int64_t head, int64_t start, i
     }
 }
 
-/* to [rows, heads, columns], of a head = rows [rows, inner] @ some columns of the matrix of a type, from the first on,
- * by a column-major BLAS. */
-static void multiply_columns(const Typed *typed, const Matrices *matrices, int64_t type, int64_t head, int64_t count,
-                             const char *rows, int64_t stride, char *to, int64_t first, int64_t columns) {
+/* Where the matrix of a type and head is, as [inner, outer]. A transposed one is copied into turned. */
+static const char *matrix_of(const Typed *typed, const Matrices *matrices, int64_t type, int64_t head, char *turned) {
     const int64_t size = typed->element_bytes, inner = typed->inner, outer = typed->outer;
-    const char *matrix = matrices->matrices + (type * matrices->stride + head * matrices->head_stride) * size;
-    matrix += (matrices->transposed ? first * inner : first) * size;
-    const int m = (int)columns, n = (int)count, k = (int)inner, row = (int)stride;
-    const int width = (int)(matrices->transposed ? inner : outer), result = (int)(typed->num_heads * columns);
-    const float one_f = 1, zero_f = 0;
-    const double one_d = 1, zero_d = 0;
-    const int is_double = size == 8;
-    typed->gemm(matrices->transposed ? "T" : "N", "N", &m, &n, &k, is_double ? (const void *)&one_d : &one_f, matrix,
-                &width, rows, &row, is_double ? (const void *)&zero_d : &zero_f, to + head * columns * size, &result);
+    const char *const matrix = matrices->matrices + (type * matrices->stride + head * matrices->head_stride) * size;
+    if (!matrices->transposed)
+        return matrix;
+    for (int64_t first = 0; first < inner; first += AHEAD) /* a few lines of the cache at a time */
+        for (int64_t column = 0; column < outer; column++)
+            for (int64_t row = first; row < first + AHEAD && row < inner; row++)
+                if (size == 8)
+                    ((double *)turned)[row * outer + column] = ((const double *)matrix)[column * inner + row];
+                else
+                    ((float *)turned)[row * outer + column] = ((const float *)matrix)[column * inner + row];
+    return turned;
 }
 
-static void multiply(const Typed *typed, const Matrices *matrices, int64_t type, int64_t head, int64_t count,
-                     const char *rows, int64_t stride, char *to) {
-    multiply_columns(typed, matrices, type, head, count, rows, stride, to, 0, typed->outer);
+/* The matrices of one type, which many blocks of rows in turn are multiplied with. */
+typedef struct {
+    int64_t type;       /* -1: none yet */
+    const char **heads; /* [num_heads] */
+    char *turned;       /* copies of those that are transposed */
+} Current;
+
+static int begin(Current *current, const Typed *typed) {
+    const int64_t matrix_bytes = typed->inner * typed->outer * typed->element_bytes;
+    current->type = -1;
+    current->heads = malloc((size_t)typed->num_heads * sizeof *current->heads);
+    current->turned = malloc((size_t)(typed->num_heads * matrix_bytes));
+    return current->heads && current->turned;
+}
+
+static void end(Current *current) {
+    free(current->heads);
+    free(current->turned);
+}
+
+static void turn_to(Current *current, const Typed *typed, const Matrices *matrices, int64_t type) {
+    if (current->type == type)
+        return;
+    current->type = type;
+    for (int64_t head = 0; head < typed->num_heads; head++) {
+        char *const turned = current->turned + head * typed->inner * typed->outer * typed->element_bytes;
+        current->heads[head] = matrix_of(typed, matrices, type, head, turned);
+    }
+}
+
+/* results [rows, heads, columns] of a head = rows [rows, inner] @ some columns of its matrix, from the first on. */
+static void multiply_rows(const Typed *typed, const Current *current, int64_t head, const char *rows, int64_t stride,
+                          int64_t count, int64_t first, int64_t columns, char *results, const int32_t *places,
+                          int64_t adds) {
+    const int64_t size = typed->element_bytes;
+    const Product product = {
+        .inner = typed->inner, .element_bytes = size, .left = rows, .left_row = stride * size, .left_inner = size,
+        .right = current->heads[head] + first * size, .right_inner = typed->outer * size,
+        .results = results + head * columns * size, .result_row = typed->num_heads * columns * size, .places = places,
+        .adds = adds};
+    multiply(&product, count, columns);
 }
 
 /* C [m, n] += A[rows, m]^T @ B[rows, n] */
 static void add_outer(const Typed *typed, int64_t m, int64_t n, int64_t rows, const char *a, int64_t lda, const char *b,
                       int64_t ldb, char *c) {
-    const int mi = (int)n, ni = (int)m, ki = (int)rows, la = (int)lda, lb = (int)ldb;
-    const float one_f = 1;
-    const double one_d = 1;
-    const void *one = typed->element_bytes == 8 ? (const void *)&one_d : &one_f;
-    typed->gemm("N", "T", &mi, &ni, &ki, one, b, &lb, a, &la, one, c, &mi);
+    const int64_t size = typed->element_bytes;
+    for (int64_t start = 0; start < rows; start += INNER_ROWS) { /* rows of both that stay in the first cache */
+        const Product product = {
+            .inner = rows - start < INNER_ROWS ? rows - start : INNER_ROWS, .element_bytes = size,
+            .left = a + start * lda * size, .left_row = size, .left_inner = lda * size,
+            .right = b + start * ldb * size, .right_inner = ldb * size,
+            .results = c, .result_row = n * size, .adds = 1};
+        multiply(&product, m, n);
+    }
 }
 
 /* Rows from start of a head: where they lie if that is one after the other, or gathered into block. */
@@ -133,8 +170,8 @@ int penstock_typed_matmul(const Typed *typed, const Rows *left, const Matrices *
 #pragma omp parallel num_threads((int)num_threads) if (num_threads > 1)
     {
         char *block = malloc((size_t)(BLOCK_ROWS * typed->inner * size));
-        char *made = places ? malloc((size_t)(BLOCK_ROWS * row_bytes)) : NULL;
-        const int lacks = !block || (places && !made);
+        Current current;
+        const int lacks = !begin(&current, typed) || !block;
         if (lacks) {
 #pragma omp atomic write
             failed = 1;
@@ -147,17 +184,17 @@ int penstock_typed_matmul(const Typed *typed, const Rows *left, const Matrices *
             const int64_t start = typed->segments[type] + (at - first[type]) * BLOCK_ROWS;
             const int64_t left_over = typed->segments[type + 1] - start;
             const int64_t count = left_over < BLOCK_ROWS ? left_over : BLOCK_ROWS;
-            char *const to = places ? made : results + start * row_bytes;
+            char *const to = places ? results : results + start * row_bytes;
+            turn_to(&current, typed, matrices, type);
             for (int64_t head = 0; head < typed->num_heads; head++) {
                 int64_t stride;
                 const char *rows = rows_of(left, head, start, count, typed->inner, size, block, &stride);
-                multiply(typed, matrices, type, head, count, rows, stride, to);
+                multiply_rows(typed, &current, head, rows, stride, count, 0, typed->outer, to,
+                              places ? places + start : NULL, 0);
             }
-            for (int64_t row = 0; places && row < count; row++)
-                memcpy(results + places[start + row] * row_bytes, made + row * row_bytes, (size_t)row_bytes);
         }
         free(block);
-        free(made);
+        end(&current);
     }
     free(first);
     return failed;
@@ -182,15 +219,6 @@ static void add(char *to, const char *from, int64_t bytes, int64_t element_bytes
             ((double *)to)[at] += ((const double *)from)[at];
         else
             ((float *)to)[at] += ((const float *)from)[at];
-    }
-}
-
-static void add_rows(const Typed *typed, const char *block, const int32_t *owners, int64_t count, char *results) {
-    const int64_t row_bytes = typed->num_heads * typed->outer * typed->element_bytes;
-    for (int64_t at = 0; at < count; at++) {
-        if (at + AHEAD < count)
-            fetch_ahead(results + owners[at + AHEAD] * row_bytes, row_bytes);
-        add(results + owners[at] * row_bytes, block + at * row_bytes, row_bytes, typed->element_bytes);
     }
 }
 
@@ -235,8 +263,9 @@ typedef struct {
 } Pass;
 
 typedef struct {
-    void **tables;   /* rows of the current block */
-    char *a, *b, *made;
+    void **tables;     /* rows of the current block */
+    Current *currents; /* [num_sums] */
+    char *a, *b;
 } Buffers;
 
 static int64_t at_least(int64_t size, int64_t other) { return size > other ? size : other; }
@@ -245,18 +274,18 @@ static void drop(const Pass *pass, Buffers *buffers) {
     for (int64_t table = 0; buffers->tables && table < pass->num_tables; table++)
         if (!pass->tables[table].rows)
             free(buffers->tables[table]);
+    for (int64_t sum = 0; buffers->currents && sum < pass->num_sums; sum++)
+        end(&buffers->currents[sum]);
     free(buffers->tables);
+    free(buffers->currents);
     free(buffers->a);
     free(buffers->b);
-    free(buffers->made);
 }
 
 static int allocate(const Pass *pass, Buffers *buffers) {
-    int64_t a = 1, b = 1, made = 1;
-    for (const Sum *sum = pass->sums; sum < pass->sums + pass->num_sums; sum++) {
+    int64_t a = 1, b = 1, has_all = 1;
+    for (const Sum *sum = pass->sums; sum < pass->sums + pass->num_sums; sum++)
         a = at_least(a, sum->typed.inner);
-        made = at_least(made, sum->typed.outer * sum->typed.num_heads);
-    }
     for (const OuterSum *outer = pass->outers; outer < pass->outers + pass->num_outers; outer++) {
         a = at_least(a, outer->typed.inner);
         b = at_least(b, outer->typed.outer);
@@ -265,13 +294,15 @@ static int allocate(const Pass *pass, Buffers *buffers) {
     buffers->tables = calloc((size_t)(pass->num_tables + 1), sizeof *buffers->tables);
     buffers->a = malloc((size_t)(a * bytes));
     buffers->b = malloc((size_t)(b * bytes));
-    buffers->made = malloc((size_t)(made * bytes));
-    if (!buffers->tables || !buffers->a || !buffers->b || !buffers->made)
+    buffers->currents = calloc((size_t)(pass->num_sums + 1), sizeof *buffers->currents);
+    if (!buffers->tables || !buffers->currents || !buffers->a || !buffers->b)
         return 0;
+    for (int64_t sum = 0; sum < pass->num_sums; sum++)
+        has_all &= begin(&buffers->currents[sum], &pass->sums[sum].typed);
     for (int64_t table = 0; table < pass->num_tables; table++)
         if (!pass->tables[table].rows && !(buffers->tables[table] = malloc((size_t)(BLOCK_ROWS * pass->tables[table].row_bytes))))
             return 0;
-    return 1;
+    return (int)has_all;
 }
 
 static const char *operand_rows(const Operand *operand, const Buffers *buffers, int64_t head, int64_t start,
@@ -285,13 +316,14 @@ static const char *operand_rows(const Operand *operand, const Buffers *buffers, 
 static void add_products(const Pass *pass, const Sum *sum, const Buffers *buffers, int64_t type, int64_t start,
                          int64_t count) {
     const Typed *typed = &sum->typed;
+    Current *const current = &buffers->currents[sum - pass->sums];
+    turn_to(current, typed, &sum->right, type);
     for (int64_t head = 0; head < typed->num_heads; head++) {
         int64_t stride;
         const char *rows = operand_rows(&sum->left, buffers, head, start, count, typed->inner, pass->element_bytes,
                                         buffers->a, &stride);
-        multiply(typed, &sum->right, type, head, count, rows, stride, buffers->made);
+        multiply_rows(typed, current, head, rows, stride, count, 0, typed->outer, sum->results, pass->owners + start, 1);
     }
-    add_rows(typed, buffers->made, pass->owners + start, count, sum->results);
 }
 
 static void add_outers(const Pass *pass, const OuterSum *outer, const Buffers *buffers, char *to, int64_t start,
@@ -385,81 +417,89 @@ int penstock_scattered_product(const Typed *typed, const Rows *left, const Matri
     for (int64_t part = 0; part < num_parts; part++) {
         char *block = malloc((size_t)(BLOCK_ROWS * typed->inner * size));
         char *made = malloc((size_t)(BLOCK_ROWS * typed->num_heads * columns * size));
-        for (int64_t type = 0; block && made && type < typed->num_types; type++) {
+        Current current;
+        const int lacks = !begin(&current, typed) || !block || !made;
+        for (int64_t type = 0; !lacks && type < typed->num_types; type++) {
             for (int64_t start = typed->segments[type]; start < typed->segments[type + 1]; start += BLOCK_ROWS) {
                 const int64_t left_over = typed->segments[type + 1] - start;
                 const int64_t count = left_over < BLOCK_ROWS ? left_over : BLOCK_ROWS;
+                turn_to(&current, typed, matrices, type);
                 for (int64_t head = 0; head < typed->num_heads; head++) {
                     int64_t stride;
                     const char *rows = rows_of(left, head, start, count, typed->inner, size, block, &stride);
-                    multiply_columns(typed, matrices, type, head, count, rows, stride, made, part * columns, columns);
+                    multiply_rows(typed, &current, head, rows, stride, count, part * columns, columns, made, NULL, 0);
                 }
                 consumer(context, start, start + count, made, part * columns);
             }
         }
-        if (!block || !made) {
+        if (lacks) {
 #pragma omp atomic write
             failed = 1;
         }
         free(block);
         free(made);
+        end(&current);
     }
     return failed;
 }
 
-/* results [types, heads, inner, outer] = per type the sum over its rows of left outer right */
+/* Adds the outer products of rows from start to end to sums [heads, inner, outer]. */
+static void add_outers_of(const Typed *typed, const Rows *left, const Rows *right, int64_t start, int64_t end,
+                          char *blocks[2], char *sums) {
+    const int64_t size = typed->element_bytes;
+    for (; start < end; start += BLOCK_ROWS) {
+        const int64_t count = end - start < BLOCK_ROWS ? end - start : BLOCK_ROWS;
+        for (int64_t head = 0; head < typed->num_heads; head++) {
+            int64_t strides[2];
+            const char *from = rows_of(left, head, start, count, typed->inner, size, blocks[0], &strides[0]);
+            const char *to = rows_of(right, head, start, count, typed->outer, size, blocks[1], &strides[1]);
+            add_outer(typed, typed->inner, typed->outer, count, from, strides[0], to, strides[1],
+                      sums + head * typed->inner * typed->outer * size);
+        }
+    }
+}
+
+/* results [types, heads, inner, outer] = per type the sum over its rows of left outer right. A type with many rows is
+ * several splits; all but its first are summed in parts, which are added in order. */
 int penstock_typed_outer(const Typed *typed, const Rows *left, const Rows *right, char *results, int64_t num_threads) {
-    const int64_t size = typed->element_bytes, heads = typed->num_heads, matrix = typed->inner * typed->outer;
+    const int64_t size = typed->element_bytes, bytes = typed->num_heads * typed->inner * typed->outer * size;
     int64_t *first = malloc((size_t)(typed->num_types + 1) * sizeof *first);
     if (!first)
         return 1;
-    const int64_t num_splits = blocks_before(typed, SPLIT_ROWS, first);
-    char *parts = calloc((size_t)(num_splits ? num_splits : 1), (size_t)(heads * matrix * size));
-    if (!parts) {
-        free(first);
-        return 1;
+    int64_t num_splits = 0;
+    for (int64_t type = 0; type < typed->num_types; type++) {
+        first[type] = num_splits;
+        num_splits += at_least(1, (typed->segments[type + 1] - typed->segments[type] + SPLIT_ROWS - 1) / SPLIT_ROWS);
     }
-    int failed = 0;
+    first[typed->num_types] = num_splits;
+    char *parts = malloc((size_t)at_least(1, (num_splits - typed->num_types) * bytes));
+    int failed = !parts;
 #pragma omp parallel num_threads((int)num_threads) if (num_threads > 1)
     {
-        char *a = malloc((size_t)(BLOCK_ROWS * typed->inner * size)), *b = malloc((size_t)(BLOCK_ROWS * typed->outer * size));
-        if (!a || !b) {
+        char *blocks[] = {malloc((size_t)(BLOCK_ROWS * typed->inner * size)),
+                          malloc((size_t)(BLOCK_ROWS * typed->outer * size))};
+        const int lacks = !parts || !blocks[0] || !blocks[1];
+        if (lacks) {
 #pragma omp atomic write
             failed = 1;
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t at = 0; at < num_splits; at++) {
-            if (!a || !b)
+            if (lacks)
                 continue;
             const int64_t type = type_of(first, typed->num_types, at);
-            int64_t start = typed->segments[type] + (at - first[type]) * SPLIT_ROWS;
-            const int64_t limit = start + SPLIT_ROWS, border = typed->segments[type + 1];
-            const int64_t end = limit < border ? limit : border;
-            for (; start < end; start += BLOCK_ROWS) {
-                const int64_t count = end - start < BLOCK_ROWS ? end - start : BLOCK_ROWS;
-                for (int64_t head = 0; head < heads; head++) {
-                    int64_t strides[2];
-                    const char *from = rows_of(left, head, start, count, typed->inner, size, a, &strides[0]);
-                    const char *to = rows_of(right, head, start, count, typed->outer, size, b, &strides[1]);
-                    add_outer(typed, typed->inner, typed->outer, count, from, strides[0], to, strides[1],
-                              parts + (at * heads + head) * matrix * size);
-                }
-            }
+            const int64_t start = typed->segments[type] + (at - first[type]) * SPLIT_ROWS;
+            const int64_t left_over = typed->segments[type + 1] - start;
+            char *const to = at == first[type] ? results + type * bytes : parts + (at - type - 1) * bytes;
+            memset(to, 0, (size_t)bytes);
+            add_outers_of(typed, left, right, start, start + (left_over < SPLIT_ROWS ? left_over : SPLIT_ROWS), blocks, to);
         }
-        free(a);
-        free(b);
+        free(blocks[0]);
+        free(blocks[1]);
     }
-    for (int64_t type = 0; type < typed->num_types; type++) {
-        const int64_t begin = first[type], count = first[type + 1] - begin;
-        char *result = results + type * heads * matrix * size;
-        if (!count) {
-            memset(result, 0, (size_t)(heads * matrix * size));
-            continue;
-        }
-        memcpy(result, parts + begin * heads * matrix * size, (size_t)(heads * matrix * size));
-        for (int64_t split = 1; split < count; split++)
-            add(result, parts + (begin + split) * heads * matrix * size, heads * matrix * size, size);
-    }
+    for (int64_t type = 0; type < typed->num_types && !failed; type++)
+        for (int64_t at = first[type] + 1; at < first[type + 1]; at++)
+            add(results + type * bytes, parts + (at - type - 1) * bytes, bytes, size);
     free(parts);
     free(first);
     return failed;

@@ -16,7 +16,7 @@ torch.Size([3, 8])
   `leaky_relu`, `elu`, `gelu`.
 
 A layer is traced to an IR over domains (`_domain`, `_ir`), rewritten (`_passes`), differentiated (`_differentiate`),
-lowered (`_lower`), and run step by step (`_steps`): by generated C and a BLAS (`_emit_c`, `_native`), by Triton
+lowered (`_lower`), and run step by step (`_steps`): by C, generated and not (`_emit_c`, `_native`), by Triton
 (`_emit_triton`, `_triton`), or by PyTorch (`_eager`). Element-wise functions are records of one table
 (`_elementwise`).
 """

@@ -1,7 +1,7 @@
 """Lowering: from the inter-operator IR to steps, each an instance of a template.
 
-- *Product*: gathered rows times the matrix of their type. *Outer*: its transpose, a sum per type. Both are loops over a
-  BLAS (`native/relational.c`).
+- *Product*: gathered rows times the matrix of their type. *Outer*: its transpose, a sum per type. Both are loops over
+  blocks of rows (`native/relational.c`).
 - *Traversal*: goes through the rows of one domain, grouped by the row of another that they belong to. It computes row
   by row and combines the results in registers. Values that are computed row by row are not stored: every traversal that
   reads them computes them again. The exceptions are costly values (a dot product) that are read more than once, and
@@ -52,7 +52,7 @@ _SEGMENTED = {
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A `Matmul` by BLAS."""
+    """A `Matmul` by itself."""
 
     place: int
     """Place of the `Matmul`."""
@@ -60,7 +60,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Outer:
-    """An `OuterSum` by BLAS."""
+    """An `OuterSum` by itself."""
 
     place: int
     """Place of the `OuterSum`."""

@@ -1,14 +1,9 @@
-"""Running lowered programs on a CPU: generated C for traversals, `native/relational.c` for products.
-
-The BLAS is the one in PyTorch's library, found by its Fortran name.
-"""
+"""Running lowered programs on a CPU: generated C for traversals, `native/relational.c` for products."""
 
 import ctypes
-import functools
 import math
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -60,7 +55,6 @@ class _CTyped(ctypes.Structure):
         ("outer", ctypes.c_int64),
         ("element_bytes", ctypes.c_int64),
         ("segments", ctypes.c_void_p),
-        ("gemm", ctypes.c_void_p),
     )
 
 
@@ -138,10 +132,8 @@ class CompiledC(Compiled):
 
     @staticmethod
     def is_available() -> bool:
-        """Return whether this machine has a C compiler, and PyTorch a BLAS that can be called."""
-        if native.load("relational", openmp=True) is None or gemm(torch.float32) is None:
-            return False
-        return native.can_compile()
+        """Return whether this machine has a C compiler."""
+        return native.load("relational", openmp=True) is not None and native.can_compile()
 
     def start(self, graph: RelationalGraph) -> "_CCall":
         return _CCall(self, graph)
@@ -319,10 +311,9 @@ class _CCall(ProgramCall):
         return self.indexes.order(of, to)[1]
 
     def _typed(self, segments: torch.Tensor, num_heads: int, inner: int, outer: int) -> _CTyped:
-        pointer = gemm(self.compiled.dtype)
         typed = _CTyped(
             num_types=len(segments) - 1, num_heads=num_heads, inner=inner, outer=outer,
-            element_bytes=self.compiled.dtype.itemsize, segments=segments.data_ptr(), gemm=pointer,
+            element_bytes=self.compiled.dtype.itemsize, segments=segments.data_ptr(),
         )  # fmt: skip
         typed.keeps = segments  # type: ignore[attr-defined]  # alive as long as its address is used
         return typed
@@ -351,22 +342,6 @@ def _borders(indexes: Indexes, pairs: Domain, end: Domain, num_threads: int, *, 
     borders = torch.searchsorted(starts, wanted)
     borders[-1] = len(starts) - 1
     return borders
-
-
-@functools.cache
-def gemm(dtype: torch.dtype) -> int | None:
-    """Return the address of ``sgemm_`` or ``dgemm_`` in PyTorch's library; ``None`` if it has none."""
-    try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-    except OSError:
-        return None
-    # Another BLAS would bring a second OpenMP runtime into the process.
-    for name in ("sgemm_", "sgemm") if dtype is torch.float32 else ("dgemm_", "dgemm"):
-        try:
-            return ctypes.cast(library[name], ctypes.c_void_p).value
-        except AttributeError:
-            continue
-    return None
 
 
 def _pointers(tensors: Sequence[torch.Tensor]) -> ctypes.c_void_p:
