@@ -1,6 +1,5 @@
 """The rate of our products of rows with the matrix of their type, beside PyTorch's batched products of the same."""
 
-import ctypes
 import time
 from collections.abc import Callable
 from statistics import median
@@ -8,57 +7,42 @@ from statistics import median
 import torch
 
 from benchmarks.common import Row, show
-from penstock import native
-from penstock.relational._native import _CMatrices, _CRows, _CTyped
+from penstock.relational._products import Typed
 
 _FLOPS = 2e8
 """Floating-point operations of a call, about."""
 _WIDTHS, _COUNTS = (16, 32, 64, 128, 256), (16, 64, 256, 2048)
 
 
-class Typed:
-    """``float32`` rows ``[types, rows, width]`` and a square matrix for each type."""
+class Products:
+    """``float32`` rows ``[types * rows, width]``, and a square matrix for each type."""
 
     def __init__(self, width: int, count: int):
         num_types = max(1, round(_FLOPS / (2 * count * width * width)))
-        self.left, self.right = torch.randn(num_types, count, width), torch.randn(num_types, count, width)
+        self.left, self.right = torch.randn(num_types * count, width), torch.randn(num_types * count, width)
         self.matrices = torch.randn(num_types, width, width)
         self.products, self.sums = torch.empty_like(self.left), torch.empty_like(self.matrices)
         self.flops = 2 * num_types * count * width * width
-        self._segments = torch.arange(num_types + 1) * count
-        self._typed = _CTyped(num_types, 1, width, width, 4, self._segments.data_ptr())
-        self._rows = [_CRows(rows.data_ptr(), None, width, 0) for rows in (self.left, self.right)]
-        self._matrices = [_CMatrices(self.matrices.data_ptr(), 0, width * width, is_turned) for is_turned in (0, 1)]
-        library = native.load("relational", openmp=True)
-        assert library is not None, "this needs a C compiler"
-        self._library = library
+        self._typed = Typed(torch.arange(num_types + 1) * count, torch.float32, torch.get_num_threads())
 
-    def multiply(self, *, transposed: bool = False) -> torch.Tensor:
-        """Return the product of each row with the matrix of its type, by our loops."""
-        self._library.penstock_typed_matmul(
-            ctypes.byref(self._typed), ctypes.byref(self._rows[0]), ctypes.byref(self._matrices[transposed]), None,
-            ctypes.c_void_p(self.products.data_ptr()), ctypes.c_int64(torch.get_num_threads()),
-        )  # fmt: skip
-        return self.products
+    def multiply(self, *, transposed: bool = False) -> None:
+        """Compute the product of each row with the matrix of its type, by our loops."""
+        self._typed.multiply(self.left, self.matrices, self.products, transposed=transposed)
 
-    def sum_outer(self) -> torch.Tensor:
-        """Return for each type the sum of its outer products, by our loops."""
-        self._library.penstock_typed_outer(
-            ctypes.byref(self._typed), ctypes.byref(self._rows[0]), ctypes.byref(self._rows[1]),
-            ctypes.c_void_p(self.sums.data_ptr()), ctypes.c_int64(torch.get_num_threads()),
-        )  # fmt: skip
-        return self.sums
-
-    def calls(self) -> dict[str, tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]]:
+    def calls(self) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
         """Return our call and PyTorch's, of each kind of product."""
-        turned = self.left.transpose(1, 2)
+        shape = (len(self.matrices), -1, self.matrices.shape[1])
+        left, right, into = (rows.view(shape) for rows in (self.left, self.right, self.products))
         return {
-            "product": (self.multiply, lambda: torch.bmm(self.left, self.matrices, out=self.products)),
+            "product": (self.multiply, lambda: torch.bmm(left, self.matrices, out=into)),
             "transposed": (
                 lambda: self.multiply(transposed=True),
-                lambda: torch.bmm(self.left, self.matrices.transpose(1, 2), out=self.products),
+                lambda: torch.bmm(left, self.matrices.transpose(1, 2), out=into),
             ),
-            "outer": (self.sum_outer, lambda: torch.bmm(turned, self.right, out=self.sums)),
+            "outer": (
+                lambda: self._typed.sum_outer(self.left, self.right, self.sums),
+                lambda: torch.bmm(left.transpose(1, 2), right, out=self.sums),
+            ),
         }
 
 
@@ -68,9 +52,9 @@ def products(rows: list[Row], rounds: int, *, is_quick: bool) -> None:
     for width in (16,) if is_quick else _WIDTHS:
         for count in (16,) if is_quick else _COUNTS:
             name, cells = f"products {width} x {width}, {count} rows", []
-            typed = Typed(width, count)
-            for kind, calls in typed.calls().items():
-                rates = [typed.flops / seconds / 1e9 for seconds in medians(calls, 5 * rounds)]
+            measured = Products(width, count)
+            for kind, calls in measured.calls().items():
+                rates = [measured.flops / seconds / 1e9 for seconds in medians(calls, 5 * rounds)]
                 ratio = rates[0] / rates[1]
                 rows.append(Row(name=name, metric=kind, value=rates[0], unit="GFLOP/s"))
                 rows.append(Row(name=name, metric=f"{kind}, of PyTorch's", value=ratio, unit="", ratio=ratio))
@@ -82,16 +66,16 @@ def products(rows: list[Row], rounds: int, *, is_quick: bool) -> None:
 
 def best_rate() -> float:
     """Return floating-point operations per second of our products of large blocks."""
-    typed = Typed(128, 2048)
+    products_of_blocks = Products(128, 2048)
     taken = []
     for _ in range(20):
         start_s = time.perf_counter()
-        typed.multiply()
+        products_of_blocks.multiply()
         taken.append(time.perf_counter() - start_s)
-    return typed.flops / min(taken)
+    return products_of_blocks.flops / min(taken)
 
 
-def medians(calls: tuple[Callable[[], torch.Tensor], ...], rounds: int) -> list[float]:
+def medians(calls: tuple[Callable[[], object], ...], rounds: int) -> list[float]:
     """Return each call's median seconds; they take turns."""
     taken: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds + 1):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import native
-from penstock.relational._native import _CMatrices, _CRows, _CTyped
+from penstock.relational._products import CMatrices, CRows, CTyped, Typed
 
 pytestmark = pytest.mark.skipif(native.find_compiler() is None, reason="needs a C compiler")
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-13}
@@ -23,12 +23,12 @@ def rows_of(tensor, index):
     """Rows ``[n, heads or 1, width]``, looked up by ``index``."""
     stride = tensor[0].numel() if len(tensor) else 0
     head = tensor.shape[2] if tensor.shape[1] > 1 else 0
-    return _CRows(tensor.data_ptr(), None if index is None else index.data_ptr(), stride, head)
+    return CRows(tensor.data_ptr(), None if index is None else index.data_ptr(), stride, head)
 
 
 def typed_of(counts, heads, inner, outer, dtype):
     segments = torch.tensor([0, *counts]).cumsum(0)
-    typed = _CTyped(len(counts), heads, inner, outer, dtype.itemsize, segments.data_ptr())
+    typed = CTyped(len(counts), heads, inner, outer, dtype.itemsize, segments.data_ptr())
     typed.keeps = segments
     return typed
 
@@ -37,13 +37,13 @@ def products(library, left, index, matrices, counts, places, *, transposed, num_
     heads, inner, outer = matrices.shape[1], left.shape[2], matrices.shape[2 if transposed else 3]
     typed = typed_of(counts, heads, inner, outer, left.dtype)
     own = inner * outer if heads > 1 else 0
-    right = _CMatrices(matrices.data_ptr(), own, heads * inner * outer, transposed)
+    right = CMatrices(matrices.data_ptr(), own, heads * inner * outer, transposed)
     results = torch.full((sum(counts), heads, outer), torch.nan, dtype=left.dtype)
     rows = rows_of(left, index)
     status = library.penstock_typed_matmul(
         ctypes.byref(typed), ctypes.byref(rows), ctypes.byref(right),
         ctypes.c_void_p(None if places is None else places.data_ptr()), ctypes.c_void_p(results.data_ptr()),
-        ctypes.c_int64(num_threads),
+        ctypes.c_int64(0), ctypes.c_int64(num_threads),
     )  # fmt: skip
     assert status == 0
     return results
@@ -117,3 +117,18 @@ def test_outer_products_of_any_size(library, counts, heads, inner, outer, dtype,
         expected = torch.einsum("nhi,nho->hio", left[part].double(), right[part].double())
         bound = BOUNDS[dtype] * max(1, size) ** 0.5
         assert torch.allclose(results[number].double(), expected, rtol=BOUNDS[dtype], atol=10 * bound)
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_bias_and_addition(transposed):
+    counts, x = [5, 0, 12], torch.randn(17, 6)
+    matrices, bias = torch.randn(3, 6, 6), torch.randn(3, 6)
+    typed = Typed(torch.tensor([0, *counts]).cumsum(0), torch.float32, 2)
+    results = torch.full((17, 6), torch.nan)
+    typed.multiply(x, matrices, results, transposed=transposed, bias=bias)
+    right = matrices.transpose(1, 2) if transposed else matrices
+    types = torch.arange(3).repeat_interleave(torch.tensor(counts))
+    product = torch.einsum("ni,nio->no", x, right[types])
+    assert torch.allclose(results, product + bias[types], atol=1e-5)
+    typed.multiply(x, matrices, results, transposed=transposed, adds=True)
+    assert torch.allclose(results, 2 * product + bias[types], atol=1e-5)

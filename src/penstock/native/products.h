@@ -5,6 +5,7 @@
  * The sum over the inner dimension is in order, so that a row's result does not depend on the rows beside it.
  */
 
+#include <stddef.h>
 #include <stdint.h>
 
 #ifdef __clang__
@@ -25,7 +26,8 @@ typedef struct {
     char *results;
     const int32_t *places; /* where a row is in results, or NULL: the same */
     int64_t result_row;
-    int64_t adds; /* whether results are added to what is there */
+    int64_t adds;          /* whether results are added to what is there */
+    const char *bias;      /* a row that is added to each result, or NULL */
 } Product;
 
 #if defined(__AVX512F__)
@@ -39,11 +41,12 @@ enum { NUM_WIDTHS = 5, NUM_HEIGHTS = 3 };
 static const int64_t WIDTH_BYTES[] = {2 * VECTOR_BYTES, VECTOR_BYTES, 32, 16, 0}; /* 0: a single number */
 static const int64_t HEIGHTS[] = {8, 4, 2};
 
-/* Computes a tile of a product, whose corner is at left and right; to has its rows. */
-typedef void (*Tile)(const Product *product, const char *left, const char *right, char *const *to);
+/* Computes a tile of a product, whose corner is at left and right; to has its rows, and onto what is added, or NULL. */
+typedef void (*Tile)(const Product *product, const char *left, const char *right, const char *onto, char *const *to);
 
 #define TILE(name, real, vector, height, width)                                                              \
-    static void name(const Product *product, const char *left, const char *right, char *const *to) {         \
+    static void name(const Product *product, const char *left, const char *right, const char *onto,          \
+                     char *const *to) {                                                                      \
         vector sums[height][width];                                                                          \
         for (int row = 0; row < height; row++)                                                               \
             for (int at = 0; at < width; at++)                                                               \
@@ -61,6 +64,8 @@ typedef void (*Tile)(const Product *product, const char *left, const char *right
                 vector *const result = (vector *)to[row] + at;                                               \
                 if (product->adds)                                                                           \
                     *result += sums[row][at];                                                                \
+                else if (onto)                                                                               \
+                    *result = ((const vector *)onto)[at] + sums[row][at];                                    \
                 else                                                                                         \
                     *result = sums[row][at];                                                                 \
             }                                                                                                \
@@ -103,12 +108,13 @@ static void find_results(const Product *product, int64_t row, int64_t height, in
 static void multiply_panel(const Product *product, const Tile *tiles, int64_t num_rows, int64_t column_bytes,
                            int64_t width_bytes) {
     const char *const right = product->right + column_bytes;
+    const char *const onto = product->bias ? product->bias + column_bytes : NULL;
     char *to[8];
     int64_t row = 0;
     for (int64_t height = 0; height < NUM_HEIGHTS; height++) {
         for (; row + HEIGHTS[height] <= num_rows; row += HEIGHTS[height]) {
             find_results(product, row, HEIGHTS[height], column_bytes, width_bytes, to);
-            tiles[height](product, product->left + row * product->left_row, right, to);
+            tiles[height](product, product->left + row * product->left_row, right, onto, to);
         }
     }
     if (row < num_rows) { /* once more beside itself: of a row alone GCC may round product and sum apart */
@@ -117,7 +123,7 @@ static void multiply_panel(const Product *product, const Tile *tiles, int64_t nu
         twice.left_row = 0;
         find_results(product, row, 1, column_bytes, width_bytes, to);
         to[1] = (char *)spare;
-        tiles[NUM_HEIGHTS - 1](&twice, product->left + row * product->left_row, right, to);
+        tiles[NUM_HEIGHTS - 1](&twice, product->left + row * product->left_row, right, onto, to);
     }
 }
 

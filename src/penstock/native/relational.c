@@ -28,6 +28,8 @@ typedef struct {
 typedef struct {
     const char *matrices; /* [types, heads or 1, inner, outer] */
     int64_t head_stride, stride, transposed;
+    const char *bias;     /* [types, heads, outer], added to products, or NULL */
+    int64_t bias_stride;  /* elements from type to type */
 } Matrices;
 
 /* Rows that are looked up lie anywhere, and the processor cannot guess which are next. */
@@ -70,6 +72,7 @@ typedef struct {
     int64_t type;       /* -1: none yet */
     const char **heads; /* [num_heads] */
     char *turned;       /* copies of those that are transposed */
+    const char *bias;   /* [num_heads, outer], or NULL */
 } Current;
 
 static int begin(Current *current, const Typed *typed) {
@@ -89,6 +92,7 @@ static void turn_to(Current *current, const Typed *typed, const Matrices *matric
     if (current->type == type)
         return;
     current->type = type;
+    current->bias = matrices->bias ? matrices->bias + type * matrices->bias_stride * typed->element_bytes : NULL;
     for (int64_t head = 0; head < typed->num_heads; head++) {
         char *const turned = current->turned + head * typed->inner * typed->outer * typed->element_bytes;
         current->heads[head] = matrix_of(typed, matrices, type, head, turned);
@@ -104,7 +108,7 @@ static void multiply_rows(const Typed *typed, const Current *current, int64_t he
         .inner = typed->inner, .element_bytes = size, .left = rows, .left_row = stride * size, .left_inner = size,
         .right = current->heads[head] + first * size, .right_inner = typed->outer * size,
         .results = results + head * columns * size, .result_row = typed->num_heads * columns * size, .places = places,
-        .adds = adds};
+        .adds = adds, .bias = current->bias ? current->bias + (head * typed->outer + first) * size : NULL};
     multiply(&product, count, columns);
 }
 
@@ -158,9 +162,9 @@ static int64_t type_of(const int64_t *first, int64_t num_types, int64_t block) {
 }
 
 /* results [rows, heads, outer] = left [rows, heads, inner] @ matrices [types, heads, inner, outer] (or transposed).
- * places: where each of our rows is in results, or NULL: the same. */
+ * places: where each of our rows is in results, or NULL: the same. adds: whether to what is there. */
 int penstock_typed_matmul(const Typed *typed, const Rows *left, const Matrices *matrices, const int32_t *places,
-                          char *results, int64_t num_threads) {
+                          char *results, int64_t adds, int64_t num_threads) {
     int64_t *first = malloc((size_t)(typed->num_types + 1) * sizeof *first);
     if (!first)
         return 1;
@@ -190,7 +194,7 @@ int penstock_typed_matmul(const Typed *typed, const Rows *left, const Matrices *
                 int64_t stride;
                 const char *rows = rows_of(left, head, start, count, typed->inner, size, block, &stride);
                 multiply_rows(typed, &current, head, rows, stride, count, 0, typed->outer, to,
-                              places ? places + start : NULL, 0);
+                              places ? places + start : NULL, adds);
             }
         }
         free(block);

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from torch.nn import functional
 from penstock.arguments import checked, must_be
 from penstock.relational._graph import RelationalGraph, graph_of_types
 from penstock.relational._language import LayerGraph, Value, dot, softmax
+from penstock.relational._linear import map_by_type, may_map
 from penstock.relational._rgcn import check_features, check_relations
 from penstock.relational._run import Layer, Options
 
@@ -86,18 +87,15 @@ class HGTConv(nn.Module):
         sizes = [len(x[name]) for name in self.node_types] if isinstance(x, Mapping) else None
         graph = self._graph(graph, sizes)
         features = self._features(x, graph)
-        shape = (-1, 3, self.heads, self.out_channels // self.heads)
-        by_type = [
-            self.kqv_lin(name, rows).view(shape).unbind(1) for name, rows in zip(self.node_types, features, strict=True)
-        ]
-        # Parts of one tensor of all types would have to be copied again, since kernels read rows without gaps.
-        key, query, value = (torch.cat(parts) for parts in zip(*by_type, strict=True))
+        key, query, value = self._projected(x, features)
         total = _attention(graph, key, query, value, self._by_edge_type(self.k_rel), self._by_edge_type(self.v_rel),
-                           self._prior())  # fmt: skip
-        parts = total.reshape(-1, self.out_channels).split([len(rows) for rows in features])
+                           self._prior()).reshape(-1, self.out_channels)  # fmt: skip
+        sizes = [len(rows) for rows in features]
+        if not isinstance(x, Mapping) and self.out_lin.maps_at_once(total):
+            return self._updated_at_once(total, x, sizes)
         results = {
             name: self._updated(name, part, rows)
-            for name, part, rows in zip(self.node_types, parts, features, strict=True)
+            for name, part, rows in zip(self.node_types, total.split(sizes), features, strict=True)
         }
         if not isinstance(x, Mapping):
             return torch.cat(list(results.values()))
@@ -130,12 +128,29 @@ class HGTConv(nn.Module):
         return graph
 
     def _features(self, x: torch.Tensor | Mapping[str, torch.Tensor], graph: RelationalGraph) -> list[torch.Tensor]:
+        if not isinstance(x, torch.Tensor):
+            return [x[name] for name in self.node_types]
         sizes = graph.node_counts()
-        if isinstance(x, torch.Tensor):
-            if len(x) != sum(sizes):
-                raise ValueError(f"`x` must have a row for each of {sum(sizes)} nodes, got {len(x)}: conv(x, graph)")
-            return list(x.split(sizes))
-        return [x[name] for name in self.node_types]
+        if len(x) != sum(sizes):
+            raise ValueError(f"`x` must have a row for each of {sum(sizes)} nodes, got {len(x)}: conv(x, graph)")
+        return list(x.split(sizes))
+
+    def _projected(
+        self, x: torch.Tensor | Mapping[str, torch.Tensor], features: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Return keys, queries and values of all nodes, ``[nodes, heads, width]``; ``features`` are ``x`` by type."""
+        shape = (-1, self.heads, self.out_channels // self.heads)
+        if all(rows.shape[1] == features[0].shape[1] and rows.dtype == features[0].dtype for rows in features):
+            whole = torch.cat(features) if isinstance(x, Mapping) else x
+            if self.kqv_lin.maps_at_once(whole):
+                parts = self.kqv_lin.map_at_once(whole, [len(rows) for rows in features], 3)
+                return [part.view(shape) for part in parts]
+        by_type = [
+            self.kqv_lin(name, rows).view(-1, 3, *shape[1:]).unbind(1)
+            for name, rows in zip(self.node_types, features, strict=True)
+        ]
+        # Parts of one tensor of all types would have to be copied again, since kernels read rows without gaps.
+        return [torch.cat(parts) for parts in zip(*by_type, strict=True)]
 
     def _by_edge_type(self, matrices: "_Matrices") -> torch.Tensor:
         """Return ``[edge types, heads, width, width]``; PyG has heads first."""
@@ -152,6 +167,15 @@ class HGTConv(nn.Module):
             return mapped
         share = self.skip[name].sigmoid()
         return torch.lerp(before, mapped.to(before.dtype), share.to(before.dtype))
+
+    def _updated_at_once(self, total: torch.Tensor, before: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        (mapped,) = self.out_lin.map_at_once(functional.gelu(total), sizes, 1)
+        if mapped.shape[-1] != before.shape[-1]:
+            return mapped
+        shares = torch.cat([self.skip[name].sigmoid() for name in self.node_types]).to(before.dtype)
+        counts = torch.tensor(sizes, device=before.device)
+        of_nodes = shares.repeat_interleave(counts, output_size=sum(sizes))
+        return torch.lerp(before, mapped.to(before.dtype), of_nodes[:, None])
 
     def extra_repr(self) -> str:
         """Return the layer's sizes, for its ``repr``."""
@@ -170,6 +194,14 @@ class _ByType(nn.Module):
         """Map ``[nodes, in]`` to ``[nodes, out]``."""
         mapped: torch.Tensor = self.lins[name](x)
         return mapped
+
+    def maps_at_once(self, x: torch.Tensor) -> bool:
+        """Return whether one operator can compute all maps, of rows like ``x``."""
+        return may_map([self, *self.lins.values()], x)
+
+    def map_at_once(self, x: torch.Tensor, sizes: list[int], num_parts: int) -> list[torch.Tensor]:
+        """Map the rows of all types, ``sizes`` of each, and return the parts of the result."""
+        return map_by_type(x, [cast(nn.Linear, lin) for lin in self.lins.values()], sizes, num_parts)
 
 
 class _Matrices(nn.Module):

@@ -16,6 +16,7 @@ from penstock.relational._graph import RelationalGraph
 from penstock.relational._indexes import Indexes
 from penstock.relational._ir import Matmul, OuterSum, Program
 from penstock.relational._lower import BlockedPass, BlockedSum, Kernel, ScatteredProduct, lower
+from penstock.relational._products import CMatrices, CRows, CTyped, check, library
 from penstock.relational._steps import Compiled, ProgramCall
 
 _PROCESS = os.getpid()
@@ -23,6 +24,11 @@ _PROCESS = os.getpid()
 _EDGES_A_PRODUCT = 8
 """Number of rows that can be summed in about the time of multiplying one."""
 DTYPES = {torch.float32: "float32", torch.float64: "float64"}
+
+
+def threads() -> int:
+    """Return the number of threads that a call may use."""
+    return 1 if os.getpid() != _PROCESS else torch.get_num_threads()
 
 
 class _CContext(ctypes.Structure):
@@ -38,55 +44,26 @@ class _CContext(ctypes.Structure):
     )
 
 
-class _CRows(ctypes.Structure):
-    _fields_ = (
-        ("rows", ctypes.c_void_p),
-        ("index", ctypes.c_void_p),
-        ("row_stride", ctypes.c_int64),
-        ("head_stride", ctypes.c_int64),
-    )
-
-
-class _CTyped(ctypes.Structure):
-    _fields_ = (
-        ("num_types", ctypes.c_int64),
-        ("num_heads", ctypes.c_int64),
-        ("inner", ctypes.c_int64),
-        ("outer", ctypes.c_int64),
-        ("element_bytes", ctypes.c_int64),
-        ("segments", ctypes.c_void_p),
-    )
-
-
-class _CMatrices(ctypes.Structure):
-    _fields_ = (
-        ("matrices", ctypes.c_void_p),
-        ("head_stride", ctypes.c_int64),
-        ("stride", ctypes.c_int64),
-        ("transposed", ctypes.c_int64),
-    )
-
-
 class _CTable(ctypes.Structure):
     _fields_ = (("row_bytes", ctypes.c_int64), ("rows", ctypes.c_void_p))
 
 
 class _COperand(ctypes.Structure):
-    _fields_ = (("rows", _CRows), ("table", ctypes.c_int64))
+    _fields_ = (("rows", CRows), ("table", ctypes.c_int64))
 
 
 class _CSum(ctypes.Structure):
     _fields_ = (
-        ("typed", _CTyped),
+        ("typed", CTyped),
         ("left", _COperand),
-        ("right", _CMatrices),
+        ("right", CMatrices),
         ("results", ctypes.c_void_p),
     )
 
 
 class _COuterSum(ctypes.Structure):
     _fields_ = (
-        ("typed", _CTyped),
+        ("typed", CTyped),
         ("left", _COperand),
         ("right", _COperand),
         ("results", ctypes.c_void_p),
@@ -123,17 +100,17 @@ class CompiledC(Compiled):
         super().__init__(fuse(lowered, num_parts, with_outers=with_outers) if is_fused else lowered, dtype)
         self.source, self.kernels = emit(self.lowered, DTYPES[dtype])
         self.find_last_uses()
-        library = native.compile_source(self.source, "relational-layer", openmp=True)
-        products = native.load("relational", openmp=True)
-        if library is None or products is None:
+        generated = native.compile_source(self.source, "relational-layer", openmp=True)
+        products = library()
+        if generated is None or products is None:
             raise InternalError("no compiler: callers ask is_available() first")
         self.products = products
-        self.functions = {kernel.name: library[kernel.name] for kernel in self.kernels.values()}
+        self.functions = {kernel.name: generated[kernel.name] for kernel in self.kernels.values()}
 
     @staticmethod
     def is_available() -> bool:
         """Return whether this machine has a C compiler."""
-        return native.load("relational", openmp=True) is not None and native.can_compile()
+        return library() is not None and native.can_compile()
 
     def start(self, graph: RelationalGraph) -> "_CCall":
         return _CCall(self, graph)
@@ -145,7 +122,7 @@ class _CCall(ProgramCall):
     def __init__(self, compiled: CompiledC, graph: RelationalGraph):
         super().__init__(compiled, graph)
         self.compiled = compiled
-        self.num_threads = 1 if os.getpid() != _PROCESS else torch.get_num_threads()
+        self.num_threads = threads()
 
     def traverse(self, kernel: Kernel) -> None:
         roots = kernel.traversal.roots
@@ -154,7 +131,7 @@ class _CCall(ProgramCall):
             self.make(root, writes_all=has_rows)
         context = self._context(kernel, roots)
         if context.num_positions:
-            _check(self.compiled.functions[kernel.name](ctypes.byref(context)))
+            check(self.compiled.functions[kernel.name](ctypes.byref(context)))
 
     def _context(self, kernel: Kernel, roots: Sequence[int]) -> _CContext:
         indexes, step = self.indexes, kernel.traversal
@@ -182,11 +159,11 @@ class _CCall(ProgramCall):
         rows = self._rows(operation.operands[0], operation.domain, by, typed.inner, typed.num_heads)
         places = self.indexes.order(operation.domain, by)[0]
         result = self.make(place)
-        _check(
+        check(
             self.compiled.products.penstock_typed_matmul(
                 ctypes.byref(typed), ctypes.byref(rows), ctypes.byref(matrices),
                 None if places is None else ctypes.c_void_p(places.data_ptr()), ctypes.c_void_p(result.data_ptr()),
-                ctypes.c_int64(self.num_threads),
+                ctypes.c_int64(0), ctypes.c_int64(self.num_threads),
             )
         )  # fmt: skip
 
@@ -216,7 +193,7 @@ class _CCall(ProgramCall):
             context = self._context(kernel, [place for place in kernel.traversal.roots if place not in computed])
             blocks.producer = ctypes.cast(self.compiled.functions[kernel.name], ctypes.c_void_p)
             blocks.context = ctypes.addressof(context)
-        _check(self.compiled.products.penstock_blocked_pass(ctypes.byref(blocks)))
+        check(self.compiled.products.penstock_blocked_pass(ctypes.byref(blocks)))
 
     def scatter(self, step: ScatteredProduct, kernel: Kernel) -> None:
         operation = self.program[step.product]
@@ -226,7 +203,7 @@ class _CCall(ProgramCall):
         self.make(step.place)
         context = self._context(kernel, [step.place])
         function = ctypes.cast(self.compiled.functions[kernel.name], ctypes.c_void_p)
-        _check(
+        check(
             self.compiled.products.penstock_scattered_product(
                 ctypes.byref(typed), ctypes.byref(rows), ctypes.byref(matrices), function, ctypes.byref(context),
                 ctypes.c_int64(step.num_parts), ctypes.c_int64(self.num_threads),
@@ -267,12 +244,12 @@ class _CCall(ProgramCall):
             table = -1
         else:
             size, table = math.prod(self.program[place].shape), computed.index(place)
-            rows = _CRows(row_stride=size, head_stride=width if num_heads > 1 and size > width else 0)
+            rows = CRows(row_stride=size, head_stride=width if num_heads > 1 and size > width else 0)
         operand = _COperand(rows, table)
         operand.keeps = rows  # type: ignore[attr-defined]
         return operand
 
-    def _product(self, operation: Matmul) -> tuple[_CTyped, _CMatrices]:
+    def _product(self, operation: Matmul) -> tuple[CTyped, CMatrices]:
         """Return the sizes and matrices as the C functions for products take them."""
         matrix = operation.operands[1]
         shape = self.program[matrix].shape
@@ -281,7 +258,7 @@ class _CCall(ProgramCall):
         typed = self._typed(segments, math.prod(operation.shape[:-1]), inner, outer)
         value = self.value(matrix).contiguous()
         stride = inner * outer if math.prod(shape[:-2]) > 1 else 0
-        matrices = _CMatrices(value.data_ptr(), stride, math.prod(shape), operation.transposed)
+        matrices = CMatrices(value.data_ptr(), stride, math.prod(shape), operation.transposed)
         matrices.keeps = value  # type: ignore[attr-defined]  # alive as long as its address is used
         return typed, matrices
 
@@ -294,14 +271,14 @@ class _CCall(ProgramCall):
             self._rows(operand, operation.over, operation.domain, size, typed.num_heads)
             for operand, size in zip(operation.operands, sizes, strict=True)
         ]
-        _check(
+        check(
             self.compiled.products.penstock_typed_outer(
                 ctypes.byref(typed), ctypes.byref(rows[0]), ctypes.byref(rows[1]), ctypes.c_void_p(result.data_ptr()),
                 ctypes.c_int64(self.num_threads),
             )
         )  # fmt: skip
 
-    def _sizes(self, operation: OuterSum) -> tuple[_CTyped, tuple[int, int]]:
+    def _sizes(self, operation: OuterSum) -> tuple[CTyped, tuple[int, int]]:
         """Return the sizes as the C functions for outer products take them, and the widths of both operands."""
         inner, outer = operation.shape[-2:]
         segments = self._segments(operation.over, operation.domain)
@@ -310,21 +287,21 @@ class _CCall(ProgramCall):
     def _segments(self, of: Domain, to: Domain) -> torch.Tensor:
         return self.indexes.order(of, to)[1]
 
-    def _typed(self, segments: torch.Tensor, num_heads: int, inner: int, outer: int) -> _CTyped:
-        typed = _CTyped(
+    def _typed(self, segments: torch.Tensor, num_heads: int, inner: int, outer: int) -> CTyped:
+        typed = CTyped(
             num_types=len(segments) - 1, num_heads=num_heads, inner=inner, outer=outer,
             element_bytes=self.compiled.dtype.itemsize, segments=segments.data_ptr(),
         )  # fmt: skip
         typed.keeps = segments  # type: ignore[attr-defined]  # alive as long as its address is used
         return typed
 
-    def _rows(self, place: int, over: Domain, by: Domain, width: int, num_heads: int) -> _CRows:
+    def _rows(self, place: int, over: Domain, by: Domain, width: int, num_heads: int) -> CRows:
         value, operation = self.value(place), self.program[place]
         if operation.domain is Domain.ONE:
             value = value.expand(self.indexes.count(over), *operation.shape).contiguous()
         index = self.lookup(place, over, by)
         size = math.prod(operation.shape)
-        rows = _CRows(
+        rows = CRows(
             rows=value.data_ptr(), index=None if index is None else index.data_ptr(), row_stride=size,
             head_stride=width if num_heads > 1 and size > width else 0,
         )  # fmt: skip
@@ -349,8 +326,3 @@ def _pointers(tensors: Sequence[torch.Tensor]) -> ctypes.c_void_p:
     pointer = ctypes.cast(array, ctypes.c_void_p)
     pointer.keeps = array, tensors  # type: ignore[attr-defined]
     return pointer
-
-
-def _check(status: int) -> None:
-    if status:
-        raise MemoryError("not enough memory for the partial sums of a relational layer")

@@ -105,7 +105,8 @@ def _fake_backward(
     graph: int,
 ) -> list[torch.Tensor]:
     del kept, gradients, graph
-    return [torch.empty_like(tensors[number]) for number in registered(program).wanted]
+    wanted = (tensors[number] for number in registered(program).wanted)
+    return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in wanted]
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:

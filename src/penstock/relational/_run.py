@@ -35,7 +35,7 @@ from penstock.relational._stream_graph import StreamedGraph
 Emitter = Literal["auto", "c", "triton", "eager"]
 
 
-def _constant_while_traced(function: Callable[..., Any]) -> Callable[..., Any]:
+def constant_while_traced(function: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a function like ``torch.compiler.assume_constant_result``, which would import all of Dynamo here."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -238,7 +238,7 @@ class Layer:
                 constants[name] = value
         return tensors, constants
 
-    @_constant_while_traced
+    @constant_while_traced
     def _prepare(
         self,
         graph_name: str,

@@ -1,0 +1,104 @@
+"""The structures and functions of `native/relational.c` for products of rows with the matrix of their type."""
+
+import ctypes
+
+import torch
+
+from penstock import native
+
+
+class CRows(ctypes.Structure):
+    """Rows ``[.., heads or 1, width]``, and which of them are meant."""
+
+    _fields_ = (
+        ("rows", ctypes.c_void_p),
+        ("index", ctypes.c_void_p),
+        ("row_stride", ctypes.c_int64),
+        ("head_stride", ctypes.c_int64),
+    )
+
+
+class CTyped(ctypes.Structure):
+    """Sizes of products whose rows lie type by type."""
+
+    _fields_ = (
+        ("num_types", ctypes.c_int64),
+        ("num_heads", ctypes.c_int64),
+        ("inner", ctypes.c_int64),
+        ("outer", ctypes.c_int64),
+        ("element_bytes", ctypes.c_int64),
+        ("segments", ctypes.c_void_p),
+    )
+
+
+class CMatrices(ctypes.Structure):
+    """Matrices ``[types, heads or 1, inner, outer]``, and rows that are added to products."""
+
+    _fields_ = (
+        ("matrices", ctypes.c_void_p),
+        ("head_stride", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+        ("transposed", ctypes.c_int64),
+        ("bias", ctypes.c_void_p),
+        ("bias_stride", ctypes.c_int64),
+    )
+
+
+def library() -> ctypes.CDLL | None:
+    """Return the compiled functions; ``None`` on a machine that has none."""
+    return native.load("relational", openmp=True)
+
+
+class Typed:
+    """Rows of equal width that lie type by type, ``segments`` (``int64 [types + 1]``): products with one head."""
+
+    def __init__(self, segments: torch.Tensor, dtype: torch.dtype, num_threads: int):
+        self._segments, self._dtype, self._num_threads = segments, dtype, num_threads
+        compiled = library()
+        assert compiled is not None, "callers ask library() first"
+        self._library = compiled
+
+    def multiply(
+        self,
+        left: torch.Tensor,
+        matrices: torch.Tensor,
+        results: torch.Tensor,
+        *,
+        transposed: bool,
+        bias: torch.Tensor | None = None,
+        adds: bool = False,
+    ) -> None:
+        """Write the product of each row with the matrix of its type, plus ``bias``, or add it to what is there.
+
+        ``left [rows, inner]`` and ``results [rows, outer]`` are contiguous; ``matrices [types, inner, outer]``
+        (``[types, outer, inner]`` if ``transposed``) and ``bias [types, outer]`` are in each type.
+        """
+        typed = self._sizes(left.shape[1], results.shape[1])
+        rows = CRows(left.data_ptr(), None, left.shape[1], 0)
+        right = CMatrices(matrices.data_ptr(), 0, matrices.stride(0), transposed)
+        if bias is not None:
+            right.bias, right.bias_stride = bias.data_ptr(), bias.stride(0)
+        status = self._library.penstock_typed_matmul(
+            ctypes.byref(typed), ctypes.byref(rows), ctypes.byref(right), None, ctypes.c_void_p(results.data_ptr()),
+            ctypes.c_int64(adds), ctypes.c_int64(self._num_threads),
+        )  # fmt: skip
+        check(status)
+
+    def sum_outer(self, left: torch.Tensor, right: torch.Tensor, results: torch.Tensor) -> None:
+        """Write for each type the sum of its rows' outer products, ``[types, inner, outer]``; all are contiguous."""
+        typed = self._sizes(left.shape[1], right.shape[1])
+        rows = [CRows(side.data_ptr(), None, side.shape[1], 0) for side in (left, right)]
+        status = self._library.penstock_typed_outer(
+            ctypes.byref(typed), ctypes.byref(rows[0]), ctypes.byref(rows[1]), ctypes.c_void_p(results.data_ptr()),
+            ctypes.c_int64(self._num_threads),
+        )  # fmt: skip
+        check(status)
+
+    def _sizes(self, inner: int, outer: int) -> CTyped:
+        return CTyped(len(self._segments) - 1, 1, inner, outer, self._dtype.itemsize, self._segments.data_ptr())
+
+
+def check(status: int) -> None:
+    """Raise ``MemoryError`` if a function of `native/relational.c` did not succeed."""
+    if status:
+        raise MemoryError("not enough memory for the partial sums of a relational layer")
