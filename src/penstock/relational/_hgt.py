@@ -201,7 +201,7 @@ class _ByType(nn.Module):
 
     def map_at_once(self, x: torch.Tensor, sizes: list[int], num_parts: int) -> list[torch.Tensor]:
         """Map the rows of all types, ``sizes`` of each, and return the parts of the result."""
-        return map_by_type(x, [cast(nn.Linear, lin) for lin in self.lins.values()], sizes, num_parts)
+        return map_by_type(x, [cast("nn.Linear", lin) for lin in self.lins.values()], sizes, num_parts)
 
 
 class _Matrices(nn.Module):
