@@ -10,6 +10,7 @@ from benchmarks import (
     fleet_training,
     offload,
     planner,
+    planning,
     real_models,
     relational,
     relational_stream,
@@ -96,6 +97,13 @@ def test_planner_benchmark(tmp_path):
     assert 1 <= rows["hybrid, 20 budgets", "step over the bound's, worst"] < 1.2
     assert 0.15 < rows["checkpoint per block", "extra time"] < 0.3
     assert rows["hybrid, 20 budgets", "planning"] > 0
+
+
+def test_planning_benchmark(tmp_path):
+    pytest.importorskip("transformers")
+    rows = {(row.name, row.metric): row.value for row in planning.main(["--quick"])}
+    assert rows["architectures", "planned"] == 1
+    assert 0 < rows["architectures", "median planning"] == rows["architectures", "longest planning"]
 
 
 def test_remat_benchmark(tmp_path):

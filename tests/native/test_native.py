@@ -10,7 +10,7 @@ import pytest
 
 from penstock.errors import InternalError, PenstockWarning
 from penstock.native import _build, can_compile, compile_source, find_compiler, load, tell_what_is_slower
-from penstock.native._compiler import FLAGS, compile_to
+from penstock.native._compiler import FLAGS, compile_to, read_source
 from penstock.remat._decision import NUMBERS_OF_C
 
 SOURCE = "int answer(void) {{ return {}; }}\n"
@@ -55,6 +55,21 @@ def test_another_content_is_another_library():
 def test_the_cache_is_the_users_alone():
     compile_source(SOURCE.format(3), "answer")
     assert stat.S_IMODE(os.stat(cache()).st_mode) & 0o077 == 0
+
+
+def test_a_header_beside_a_source_is_compiled_with_it(tmp_path):
+    header, source = tmp_path / "numbers.h", tmp_path / "answer.c"
+    header.write_text("enum { ANSWER = 7 };\n")
+    source.write_text('#include <stdint.h>\n#include "numbers.h"\n\nint answer(void) { return ANSWER; }\n')
+    assert compile_source(read_source(source), "answer").answer() == 7
+    header.write_text("enum { ANSWER = 8 };\n")
+    assert compile_source(read_source(source), "answer").answer() == 8
+    for wrong, place in ((header, "numbers.h:2:"), (source, "answer.c:5:")):
+        text = wrong.read_text()
+        wrong.write_text(f"{text}no C\n")
+        with pytest.raises(InternalError, match=place):
+            compile_source(read_source(source), "answer")
+        wrong.write_text(text)
 
 
 def test_a_refused_source_says_what_the_compiler_said():
