@@ -7,7 +7,7 @@ from torch import nn
 from penstock import native
 from penstock.errors import DoubleBackwardError
 from penstock.relational import HGTConv, RelationalGraph
-from penstock.relational._linear import map_by_type, may_map
+from penstock.relational._linear import blend_by_type, map_by_type, may_map
 
 SIZES = {"a": 50, "b": 0, "c": 33}
 TYPES = [("a", "x", "c"), ("c", "y", "a"), ("a", "z", "a"), ("a", "w", "b")]
@@ -65,11 +65,32 @@ def test_the_operator_keeps_pytorchs_rules(dtype):
     x = torch.randn(9, 5, dtype=dtype, requires_grad=True)
     weight = torch.stack([lin.weight.detach() for lin in lins]).requires_grad_()
     bias = torch.stack([lin.bias.detach() for lin in lins]).requires_grad_()
-    torch.library.opcheck(torch.ops.penstock.linear_by_type.default, (x, weight, bias, [4, 0, 5], 2))
+    torch.library.opcheck(torch.ops.penstock.linear_by_type.default, (x, weight, bias, [4, 0, 5], 2, None, None))
+    other, kept = torch.randn(9, 6, dtype=dtype, requires_grad=True), torch.randn(3, dtype=dtype, requires_grad=True)
+    torch.library.opcheck(torch.ops.penstock.linear_by_type.default, (x, weight, bias, [4, 0, 5], 1, other, kept))
     parts = map_by_type(x, lins, [4, 0, 5], 2)
     expected = torch.cat([lins[0](x[:4]), lins[2](x[4:])])
     for part, own in zip(parts, expected.chunk(2, 1), strict=True):
         torch.testing.assert_close(part, own)
+
+
+@needs_a_compiler
+def test_a_blend_is_pytorchs_lerp():
+    lins = [nn.Linear(5, 6).double() for _ in range(3)]
+    x, other = (torch.randn(9, size, dtype=torch.float64, requires_grad=True) for size in (5, 6))
+    shares = torch.rand(3, dtype=torch.float64, requires_grad=True)
+    sizes, wanted = [4, 0, 5], [x, other, shares, *(part for lin in lins for part in (lin.weight, lin.bias))]
+    weights = torch.randn(9, 6, dtype=torch.float64)
+    mapped = torch.cat([lin(rows) for lin, rows in zip(lins, x.split(sizes), strict=True)])
+    expected = torch.lerp(other, mapped, shares.repeat_interleave(torch.tensor(sizes))[:, None])
+    computed = blend_by_type(x, lins, sizes, other, shares)
+    torch.testing.assert_close(computed, expected)
+    for gradient, other_gradient in zip(
+        torch.autograd.grad((computed * weights).sum(), wanted),
+        torch.autograd.grad((expected * weights).sum(), wanted),
+        strict=True,
+    ):
+        torch.testing.assert_close(gradient, other_gradient)
 
 
 @needs_a_compiler
@@ -82,14 +103,14 @@ def test_a_part_that_nobody_reads_has_no_gradient():
 @needs_a_compiler
 def test_rows_that_do_not_lie_in_a_row():
     lins, wide = [nn.Linear(4, 3), nn.Linear(4, 3)], torch.randn(8, 10)
-    (part,) = map_by_type(wide[:, ::2][:, :4], lins, [2, 6])
+    (part,) = map_by_type(wide[:, ::2][:, :4], lins, [2, 6], 1)
     torch.testing.assert_close(part, torch.cat([lins[0](wide[:2, :8:2]), lins[1](wide[2:, :8:2])]))
 
 
 @needs_a_compiler
 def test_twice_differentiated():
     x = torch.randn(3, 4, requires_grad=True)
-    (part,) = map_by_type(x, [nn.Linear(4, 3)], [3])
+    (part,) = map_by_type(x, [nn.Linear(4, 3)], [3], 1)
     (gradient,) = torch.autograd.grad(part.square().sum(), x, create_graph=True)
     with pytest.raises(DoubleBackwardError, match="cannot be differentiated twice"):
         gradient.sum().backward()
@@ -103,6 +124,15 @@ def test_modules_with_hooks_are_called(graph):
         torch.testing.assert_close(conv(x, graph), before)
         handle.remove()
         assert module in called
+
+
+def test_a_replaced_method_is_called(graph):
+    conv, x, called = make_conv(12), torch.randn(sum(SIZES.values()), 12, dtype=torch.float64), []
+    lin = conv.kqv_lin.lins["a"]
+    real = lin.forward
+    lin.forward = lambda rows: called.append(len(rows)) or real(rows)
+    conv(x, graph)
+    assert called == [SIZES["a"]]
 
 
 def test_other_modules_are_called(graph):

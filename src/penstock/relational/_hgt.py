@@ -11,7 +11,7 @@ from torch.nn import functional
 from penstock.arguments import checked, must_be
 from penstock.relational._graph import RelationalGraph, graph_of_types
 from penstock.relational._language import LayerGraph, Value, dot, softmax
-from penstock.relational._linear import map_by_type, may_map
+from penstock.relational._linear import blend_by_type, map_by_type, may_map
 from penstock.relational._rgcn import check_features, check_relations
 from penstock.relational._run import Layer, Options
 
@@ -143,7 +143,7 @@ class HGTConv(nn.Module):
         if all(rows.shape[1] == features[0].shape[1] and rows.dtype == features[0].dtype for rows in features):
             whole = torch.cat(features) if isinstance(x, Mapping) else x
             if self.kqv_lin.maps_at_once(whole):
-                parts = self.kqv_lin.map_at_once(whole, [len(rows) for rows in features], 3)
+                parts = map_by_type(whole, self.kqv_lin.all_lins(), [len(rows) for rows in features], 3)
                 return [part.view(shape) for part in parts]
         by_type = [
             self.kqv_lin(name, rows).view(-1, 3, *shape[1:]).unbind(1)
@@ -169,13 +169,11 @@ class HGTConv(nn.Module):
         return torch.lerp(before, mapped.to(before.dtype), share.to(before.dtype))
 
     def _updated_at_once(self, total: torch.Tensor, before: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-        (mapped,) = self.out_lin.map_at_once(functional.gelu(total), sizes, 1)
-        if mapped.shape[-1] != before.shape[-1]:
-            return mapped
+        lins, activated = self.out_lin.all_lins(), functional.gelu(total)
+        if self.out_channels != before.shape[-1]:
+            return map_by_type(activated, lins, sizes, 1)[0]
         shares = torch.cat([self.skip[name].sigmoid() for name in self.node_types]).to(before.dtype)
-        counts = torch.tensor(sizes, device=before.device)
-        of_nodes = shares.repeat_interleave(counts, output_size=sum(sizes))
-        return torch.lerp(before, mapped.to(before.dtype), of_nodes[:, None])
+        return blend_by_type(activated, lins, sizes, before, shares)
 
     def extra_repr(self) -> str:
         """Return the layer's sizes, for its ``repr``."""
@@ -199,9 +197,9 @@ class _ByType(nn.Module):
         """Return whether one operator can compute all maps, of rows like ``x``."""
         return may_map([self, *self.lins.values()], x)
 
-    def map_at_once(self, x: torch.Tensor, sizes: list[int], num_parts: int) -> list[torch.Tensor]:
-        """Map the rows of all types, ``sizes`` of each, and return the parts of the result."""
-        return map_by_type(x, [cast("nn.Linear", lin) for lin in self.lins.values()], sizes, num_parts)
+    def all_lins(self) -> list[nn.Linear]:
+        """Return the maps of all types, once `maps_at_once` has said that they are PyTorch's."""
+        return [cast("nn.Linear", lin) for lin in self.lins.values()]
 
 
 class _Matrices(nn.Module):
