@@ -421,6 +421,15 @@ ENTRIES = {
             ),
         ),
     ),
+    "cpu-planning": Entry(
+        shows="The time of planning architectures of model libraries, with capture and profile",
+        command="planning",
+        figures=(
+            Figure(label="{} architectures", metric="planned", of="value", form=".0f"),
+            Figure(label="median {} s", metric="median planning", of="value"),
+            Figure(label="at most {} s", metric="longest planning", of="value", form=".1f"),
+        ),
+    ),
     "cpu-planner": Entry(
         shows="Plans compared with optima, with a lower bound, and with a checkpoint per block",
         command="planner",
