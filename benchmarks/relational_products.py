@@ -1,12 +1,12 @@
 """The rate of our products of rows with the matrix of their type, beside PyTorch's batched products of the same."""
 
-import time
 from collections.abc import Callable
 from statistics import median
 
 import torch
 
 from benchmarks.common import Row, show
+from penstock.probe import in_rounds
 from penstock.relational._products import Typed
 
 _FLOPS = 2e8
@@ -54,7 +54,8 @@ def products(rows: list[Row], rounds: int, *, is_quick: bool) -> None:
             name, cells = f"products {width} x {width}, {count} rows", []
             measured = Products(width, count)
             for kind, calls in measured.calls().items():
-                rates = [measured.flops / seconds / 1e9 for seconds in medians(calls, 5 * rounds)]
+                taken = in_rounds(dict(zip(("ours", "PyTorch's"), calls, strict=True)), rounds=5 * rounds, device="cpu")
+                rates = [measured.flops / median(seconds) / 1e9 for seconds in taken.values()]
                 ratio = rates[0] / rates[1]
                 rows.append(Row(name=name, metric=kind, value=rates[0], unit="GFLOP/s"))
                 rows.append(Row(name=name, metric=f"{kind}, of PyTorch's", value=ratio, unit="", ratio=ratio))
@@ -66,21 +67,6 @@ def products(rows: list[Row], rounds: int, *, is_quick: bool) -> None:
 
 def best_rate() -> float:
     """Return floating-point operations per second of our products of large blocks."""
-    products_of_blocks = Products(128, 2048)
-    taken = []
-    for _ in range(20):
-        start_s = time.perf_counter()
-        products_of_blocks.multiply()
-        taken.append(time.perf_counter() - start_s)
-    return products_of_blocks.flops / min(taken)
-
-
-def medians(calls: tuple[Callable[[], object], ...], rounds: int) -> list[float]:
-    """Return each call's median seconds; they take turns."""
-    taken: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds + 1):
-        for call, seconds in zip(calls, taken, strict=True):
-            start_s = time.perf_counter()
-            call()
-            seconds.append(time.perf_counter() - start_s)
-    return [median(seconds[1:]) for seconds in taken]
+    large = Products(128, 2048)
+    (seconds,) = in_rounds({"ours": large.multiply}, rounds=20, device="cpu").values()
+    return large.flops / min(seconds)

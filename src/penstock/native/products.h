@@ -1,7 +1,7 @@
 /* Products of small matrices, a tile at a time whose sums stay in registers.
  *
- * A BLAS first copies its operands into an order of its own, which for these matrices takes about as long as multiplying
- * them, and MKL leaves half of the width of an AMD processor's vectors unused (docs/design/relational.md has figures).
+ * A BLAS first copies its operands into an order of its own, which takes long beside products this small, and on AMD
+ * processors with AVX-512 MKL reaches half of the rate that is possible (docs/design/relational.md has figures).
  * The sum over the inner dimension is in order, so that a row's result does not depend on the rows beside it.
  */
 

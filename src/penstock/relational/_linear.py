@@ -1,7 +1,7 @@
 """A linear map for each type of rows, on a CPU: one operator for all types, whose parts are separate tensors.
 
-With a `Linear` for each type, the parts of its result (keys, queries, values) are copied out of it, and those of all
-types together: as much time again as the products take.
+With a `Linear` for each type, the parts of its result (keys, queries, values) would be copied out of it, and those of
+all types together.
 """
 
 from collections.abc import Sequence
@@ -148,33 +148,17 @@ def _backward(
 
 
 def _fake_forward(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    sizes: Sequence[int],
-    num_parts: int,
-    other: torch.Tensor | None,
-    kept: torch.Tensor | None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, sizes: Sequence[int], num_parts: int, *blend: Any
 ) -> list[torch.Tensor]:
-    del bias, sizes, other, kept
+    del bias, sizes, blend
     return [x.new_empty(x.shape[0], weight.shape[1] // num_parts) for _ in range(num_parts)]
 
 
 def _fake_backward(
-    gradients: Sequence[torch.Tensor],
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    sizes: Sequence[int],
-    other: torch.Tensor | None,
-    kept: torch.Tensor | None,
+    gradients: Sequence[torch.Tensor], x: torch.Tensor, weight: torch.Tensor, sizes: Sequence[int], *blend: Any
 ) -> list[torch.Tensor]:
     del gradients, sizes
-    shapes = [
-        x.shape,
-        weight.shape,
-        weight.shape[:2],
-        *(tensor.shape for tensor in (other, kept) if tensor is not None),
-    ]
+    shapes = [x.shape, weight.shape, weight.shape[:2], *(tensor.shape for tensor in blend if tensor is not None)]
     return [x.new_empty(shape) for shape in shapes]
 
 
