@@ -1,6 +1,7 @@
 """Rates of reading rows of features from memory, a disk and a CUDA device, next to the usual alternatives.
 
-- gather: rows of 64 B to 4 KiB, 10^4 to 10^6 of them, uniform and by a power law, from a table in memory.
+- gather: rows of 64 B to 4 KiB, 10^4 to 10^6 of them, from a table in memory: other ones at each call, uniform and by a
+  power law, and the same ones again, which are cached then.
 - disk: random rows of a file with cold cache: O_DIRECT where we read; for those that read through the page cache
   its pages are dropped before each turn. Beside it `numpy.memmap` as it is and with MADV_RANDOM, slices of
   safetensors, and a C program that reads as many blocks of the same size at the same depth and does nothing with them
@@ -19,11 +20,13 @@ import argparse
 import contextlib
 import ctypes
 import importlib.util
+import itertools
 import mmap
 import os
 import random
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import ModuleType
@@ -48,7 +51,7 @@ MOST_BYTES = 2 * 2**30
 
 def rows_like(access: str, num_rows: int, count: int, generator: torch.Generator) -> torch.Tensor:
     """Return row numbers, uniform or by a power law over shuffled rows."""
-    if access == "uniform":
+    if access != "power law":
         return torch.randint(num_rows, (count,), generator=generator)
     rank = (torch.rand(count, generator=generator, dtype=torch.float64) ** 4 * num_rows).long()
     return rank * 2_654_435_761 % num_rows  # far apart
@@ -69,6 +72,12 @@ def turns(calls: dict[str, Callable[[], Any]], rounds: int, device: str = "cpu")
     return results
 
 
+def each_of(indexes: list[torch.Tensor], read: Callable[[torch.Tensor], Any]) -> Callable[[], Any]:
+    """Return a function that reads by one index after the other, as a training does, whose batches have other rows."""
+    indexes_in_turn = itertools.cycle(indexes)
+    return lambda: read(next(indexes_in_turn))
+
+
 def gather(settings: argparse.Namespace, rows: list[Row]) -> None:
     table, generator = [], torch.Generator().manual_seed(0)
     for row_bytes in settings.row_bytes:
@@ -77,14 +86,15 @@ def gather(settings: argparse.Namespace, rows: list[Row]) -> None:
         for count in settings.counts:
             if count * row_bytes > MOST_BYTES:
                 continue
-            for access in ("uniform", "power law"):
-                index = rows_like(access, len(features), count, generator)
+            for access in ("uniform", "power law", "the same rows again"):
+                number = 1 if access == "the same rows again" else settings.rounds + 1
+                indexes = [rows_like(access, len(features), count, generator) for _ in range(3 * number)]
+                assert torch.equal(wrapped[indexes[0]], features[indexes[0]])
                 calls = {
-                    "penstock": lambda rows=index, table=wrapped: table[rows],
-                    "index_select": lambda rows=index, table=features: table.index_select(0, rows),
-                    "index": lambda rows=index, table=features: table[rows],
+                    "penstock": each_of(indexes[:number], wrapped.__getitem__),
+                    "index_select": each_of(indexes[number : 2 * number], partial(features.index_select, 0)),
+                    "index": each_of(indexes[2 * number :], features.__getitem__),
                 }
-                assert torch.equal(calls["penstock"](), calls["index"]())
                 seconds = turns(calls, settings.rounds)
                 name = f"{row_bytes} B x {count:,}, {access}"
                 ratio, low, high = paired_ratio(seconds["index_select"], seconds["penstock"])

@@ -568,6 +568,19 @@ ENTRIES = {
             ),
         ),
     ),
+    "cpu-unified-gather": Entry(
+        shows="Random rows from memory",
+        command="unified --part gather --rounds 25",
+        figures=(
+            Figure(
+                label="rows that differ from call to call: {} times as fast as index_select",
+                name=".*(uniform|power law)", metric="index_select's time over ours",
+            ),
+            Figure(
+                label="rows in the cache: {}", name=".*the same rows again", metric="index_select's time over ours",
+            ),
+        ),
+    ),
     "cpu-unified-ranks": Entry(
         shows="Ranks of one machine that share one table of features",
         command="unified_ranks --rounds 5",

@@ -25,7 +25,7 @@
 #endif
 #endif
 
-enum { AHEAD = 16, MOST_BYTES_AHEAD = 512, STACK_BYTES = 256 * 1024, PAGE_BYTES = 4096 };
+enum { AHEAD = 32 /* rows that come into the cache at once */, MOST_BYTES_AHEAD = 512, STACK_BYTES = 256 * 1024, PAGE_BYTES = 4096 };
 enum { GROUP = 32 /* pages asked about at once */, CACHED_FOR_MS = 1000, ABSENT_FOR_MS = 8000 };
 enum { MANY_ABSENT = 1024, ASK_EVERY = 16 };
 enum { RING_DEPTHS = 4 };
@@ -90,24 +90,57 @@ static int64_t row_of(const Asked *asked, int64_t at) {
     return row >= 0 && row < asked->num_rows ? row : -1;
 }
 
-/* Always inlined, so that a constant number of bytes makes a constant copy. */
+/* Where a row begins, NULL if it is not there; it starts to come into the cache. */
+static inline __attribute__((always_inline)) const char *find_row(const Asked *asked, int64_t at, int64_t bytes) {
+    const int64_t row = row_of(asked, at);
+    if (row < 0)
+        return NULL;
+    ahead(asked->rows + row * asked->stride_bytes, bytes);
+    return asked->rows + row * asked->stride_bytes;
+}
+
+/* Returns whether the row is there. */
+static inline __attribute__((always_inline)) int put_row(const Asked *asked, const Result *to, int64_t copied, int64_t at,
+                                                         const char *row) {
+    const int64_t position = asked->positions ? asked->positions[at] : at;
+    if (row && copied)
+        memcpy(to->rows + position * to->stride_bytes, row, (size_t)copied);
+    else if (row)
+        put(to, position, row);
+    return row != NULL;
+}
+
+/* Rows [begin, end), one after the other, and each while the next ones come into the cache. Always inlined, so that a
+ * constant number of bytes makes a constant copy. Returns the first that is not there. */
+static inline __attribute__((always_inline)) int64_t gather_part(const Asked *asked, const Result *to, int64_t copied,
+                                                                 int64_t begin, int64_t end) {
+    const Asked mine = *asked;
+    const Result result = *to;
+    const char *coming[AHEAD];
+    const int64_t bytes = copied ? copied : to->row_bytes, last = end - AHEAD;
+    int64_t bad = INT64_MAX, at = begin;
+    for (int64_t first = begin; first < end && first < begin + AHEAD; first++)
+        coming[(first - begin) % AHEAD] = find_row(&mine, first, bytes);
+    for (; at < last; at++) {
+        const char *const row = coming[(at - begin) % AHEAD];
+        coming[(at - begin) % AHEAD] = find_row(&mine, at + AHEAD, bytes);
+        if (!put_row(&mine, &result, copied, at, row))
+            bad = at < bad ? at : bad;
+    }
+    for (; at < end; at++)
+        if (!put_row(&mine, &result, copied, at, coming[(at - begin) % AHEAD]))
+            bad = at < bad ? at : bad;
+    return bad;
+}
+
 static inline __attribute__((always_inline)) int64_t gather(const Asked *asked, const Result *to, int64_t copied,
                                                             int64_t num_threads) {
     int64_t bad = INT64_MAX;
 #pragma omp parallel for schedule(static) num_threads((int)num_threads) reduction(min : bad) if (num_threads > 1)
-    for (int64_t at = 0; at < asked->size; at++) {
-        if (at + AHEAD < asked->size) {
-            const int64_t next = row_of(asked, at + AHEAD);
-            if (next >= 0)
-                ahead(asked->rows + next * asked->stride_bytes, copied ? copied : to->row_bytes);
-        }
-        const int64_t row = row_of(asked, at), position = asked->positions ? asked->positions[at] : at;
-        if (row < 0)
-            bad = at < bad ? at : bad;
-        else if (copied)
-            memcpy(to->rows + position * to->stride_bytes, asked->rows + row * asked->stride_bytes, (size_t)copied);
-        else
-            put(to, position, asked->rows + row * asked->stride_bytes);
+    for (int64_t part = 0; part < num_threads; part++) {
+        const int64_t first = gather_part(asked, to, copied, asked->size * part / num_threads,
+                                          asked->size * (part + 1) / num_threads);
+        bad = first < bad ? first : bad;
     }
     return bad == INT64_MAX ? -1 : bad;
 }
@@ -116,7 +149,7 @@ static inline __attribute__((always_inline)) int64_t gather(const Asked *asked, 
  * first position whose index is out of range, -1 where there is none; nothing is read for such ones. */
 int64_t penstock_gather(const char *table, int64_t num_rows, int64_t wrap, int64_t stride_bytes, const int64_t *index,
                         const int64_t *positions, int64_t size, const Result *to, int64_t num_threads) {
-    const Asked asked = {table, num_rows, wrap, stride_bytes, index, positions, size};
+    const Asked asked = {table ? table : "" /* rows without numbers */, num_rows, wrap, stride_bytes, index, positions, size};
     switch (to->kind == COPY ? to->row_bytes : 0) {
     case 64:
         return gather(&asked, to, 64, num_threads);

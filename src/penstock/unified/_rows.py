@@ -13,7 +13,7 @@ _KINDS = {torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 """Stored types that are widened to float32, with the C library's number for each; 0 means copy."""
 
 
-_FEW_ROWS = 32_768
+_FEW_ROWS = 4_096
 """Number of rows up to which PyTorch's own kernel is as fast as ours, and sooner called."""
 
 
@@ -87,11 +87,9 @@ class RowType:
 
     def into(self, out: torch.Tensor) -> CResult:
         """Return ``out``, ``[rows, *shape]`` and contiguous, as a struct for the C library."""
-        return CResult(
-            rows=out.data_ptr(), stride_bytes=self.width * out.element_size(), row_bytes=self.row_bytes,
-            width=self.width, scale=None if self.scale is None else self.scale.data_ptr(),
-            kind=_KINDS[self.stored] if self.is_converted else 0,
-        )  # fmt: skip
+        width, kind = self.width, _KINDS[self.stored] if self.is_converted else 0
+        scale = None if self.scale is None else self.scale.data_ptr()
+        return CResult(out.data_ptr(), width * self.dtype.itemsize, width * self.stored.itemsize, width, scale, kind)
 
     def empty(self, *leading: int, device: torch.device | str = "cpu", is_pinned: bool = False) -> torch.Tensor:
         """Allocate rows; in main memory they may be pinned, so that a device copies them by itself."""
@@ -120,11 +118,11 @@ def as_index(index: torch.Tensor) -> torch.Tensor:
 def read_rows(table: torch.Tensor, index: torch.Tensor, kind: RowType, *, wraps: bool = True) -> torch.Tensor:
     """Return rows ``index`` (``int64`` or ``int32``, of any shape) of a plain table. Raises as ``gather`` does."""
     if (
-        type(table) is torch.Tensor
+        index.numel() <= _FEW_ROWS
+        and type(table) is torch.Tensor
         and kind.stored is kind.dtype
         and index.dim() == 1
         and index.is_cpu
-        and index.numel() <= _FEW_ROWS
     ):
         try:
             return table.index_select(0, index)
