@@ -1,10 +1,13 @@
 """Layers whose values meet at the edges of templates: shared memory, heads, sums into the same rows."""
 
+from functools import partial
+from unittest import mock
+
 import pytest
 import torch
 from relational_layers import check_like_plain, rand, summed
 
-from penstock.relational import RelationalGraph, concat, dot, layer, tanh
+from penstock.relational import RelationalGraph, RGATConv, RGCNConv, _run, _triton, concat, dot, layer, tanh
 
 
 def test_types_reshaped_do_not_share_memory(graph, emitter):
@@ -104,3 +107,56 @@ def test_sums_into_the_same_rows_come_from_their_own_ends(emitter, name):
         *(torch.autograd.grad((y * weight).sum(), (x, first, second)) for y in (actual, expected)), strict=True
     ):
         torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("num_heads", [1, 2])
+def test_a_product_is_added_to_a_value_where_it_lies(graph, emitter, num_heads):
+    """In backward, to the sum of the source's gradients, through a reshape where there are heads."""
+
+    @layer
+    def scored(g, x, y, w, key):
+        for e in g.edges():
+            z = x[e.src] @ w[e.etype]
+            score = tanh(z @ key + y[e.dst])
+            message = score.reshape(num_heads, 2, 1) * z.reshape(num_heads, 1, -1)
+        for n in g.nodes():
+            total = n.sum(message)
+        return total
+
+    def plain(source, target, kind, x, y, w, key):
+        z = torch.einsum("ei,eio->eo", x[source], w[kind])
+        message = torch.tanh(z @ key + y[target]).view(-1, num_heads, 2, 1) * z.view(len(z), num_heads, 1, -1)
+        return summed(message, target, 6)
+
+    arguments = rand(6, 4), rand(6, 2 * num_heads), rand(3, 4, 8), rand(8, 2 * num_heads)
+    if emitter != "eager":
+        backward = (
+            scored.with_options(emitter=emitter).explain(graph, *arguments).split("\nbackward, step by step\n")[1]
+        )
+        assert backward.count(" added to %") == 1
+    check_like_plain(scored.with_options(emitter=emitter), graph, plain, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("make", "most"),
+    [
+        (RGCNConv, 3),
+        (RGATConv, 10),
+        (partial(RGATConv, heads=2), 9),
+        (partial(RGATConv, heads=2, attention_mechanism="within-relation"), 9),
+        (partial(RGATConv, attention_per_relation=True), 10),
+        (partial(RGATConv, mod="additive"), 11),
+    ],
+)
+def test_traversals_that_are_alike_share_a_kernel(graph, make, most):
+    """Compiling one takes most of a second, and training waits for it."""
+    pytest.importorskip("triton")
+    kernels, products = set(), {"typed_matmul", "typed_outer", "add_parts"}
+
+    def launch(kernel, grid, arguments, constants, *, warps):
+        kernels.add(kernel)
+
+    conv, x = make(8, 4, num_relations=3), rand(6, 8).detach().float().requires_grad_()
+    with mock.patch.object(_triton, "launch", launch), mock.patch.object(_run, "_chosen", return_value="triton"):
+        conv(x, graph).sum().backward()
+    assert len({kernel for kernel in kernels if kernel.fn.__name__ not in products}) == most

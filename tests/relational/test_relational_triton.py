@@ -79,9 +79,9 @@ def test_one_schedule_is_compiled_before_the_first_step_and_a_second_process_tim
         "RGCNConv first step: 3 of 3, 4 of products, 0 timed",
         "RGCNConv third step: 9 of 3, 4 of products, 9 timed",
         "RGCNConv fourth step: 9 of 3, 4 of products, 0 timed",
-        "RGATConv first step: 11 of 11, 16 of products, 0 timed",
-        "RGATConv third step: 29 of 11, 16 of products, 27 timed",
-        "RGATConv fourth step: 29 of 11, 16 of products, 0 timed",
+        "RGATConv first step: 9 of 9, 13 of products, 0 timed",
+        "RGATConv third step: 25 of 9, 13 of products, 27 timed",
+        "RGATConv fourth step: 25 of 9, 13 of products, 0 timed",
     ]
     assert all(line.endswith(", 0 timed") for line in second)
-    assert {line.split(": ")[1].split(",")[0] for line in second} == {"3 of 3", "11 of 11"}
+    assert {line.split(": ")[1].split(",")[0] for line in second} == {"3 of 3", "9 of 9"}

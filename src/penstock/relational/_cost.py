@@ -58,7 +58,7 @@ def cost(lowered: Lowered, number: int, graph: RelationalGraph, element_bytes: i
         moved += rows * _INDEX_BYTES * (len(indexed) + (1 if step.sums else 0))
         flops = rows * sum(_flops_of_a_row(lowered, program[place]) for place in (*products, *results))
         return Cost(before.flops + flops, before.bytes + moved)
-    operation = program[step.place]
+    operation = program[step.product if isinstance(step, Product) else step.place]
     if isinstance(step, ScatteredProduct):
         added, rows = cost_of(step.rows, step.rows.roots, [step.product]), indexes.count(step.over)
         left, matrix = program[step.product].operands
@@ -70,6 +70,8 @@ def cost(lowered: Lowered, number: int, graph: RelationalGraph, element_bytes: i
     )
     over = operation.over if isinstance(operation, OuterSum | Reduce | Count) else operation.domain
     rows = indexes.count(over)
+    if isinstance(step, Product) and step.onto is not None:
+        moved += size(step.onto)
     if isinstance(step, Product | Outer):
         moved += (
             _INDEX_BYTES * rows * sum(program[place].domain not in (over, Domain.ONE) for place in operation.operands)

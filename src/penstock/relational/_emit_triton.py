@@ -57,15 +57,14 @@ def emit(lowered: Lowered, dtype: str) -> tuple[str, dict[int, TritonKernel]]:
     ``dtype`` is Triton's name of the dtype in which wide values are stored; the rows that equal a maximum are found by
     comparing rounded values.
     """
-    functions, kernels = [f"{HEADER}\nSTORED = tl.constexpr(tl.{dtype})\n"], {}
+    header, names, kernels = f"{HEADER}\nSTORED = tl.constexpr(tl.{dtype})\n", dict[str, str](), {}
     for number, step in enumerate(lowered.steps):
         if isinstance(step, Traversal):
-            writer = _KernelWriter(lowered, step, f"step{number}")
-            functions.append(writer.function())
-            kernels[number] = TritonKernel(
-                writer.name, step, tuple(writer.domains), tuple(writer.inputs), tile=writer.tile
-            )
-    return "\n\n".join(functions), kernels
+            writer = _KernelWriter(lowered, step)
+            name = names.setdefault(writer.function(), f"step{number}")  # alike traversals share one kernel
+            kernels[number] = TritonKernel(name, step, tuple(writer.domains), tuple(writer.inputs), tile=writer.tile)
+    functions = [function.replace("@NAME", name) for function, name in names.items()]
+    return "\n\n".join([header, *functions]), kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +98,13 @@ class _KernelWriter:
 
     lowered: Lowered
     traversal: Traversal
-    name: str
     before: list[str] = field(default_factory=list)
     body: list[str] = field(default_factory=list)
     domains: dict[Domain, None] = field(default_factory=dict)
     inputs: dict[int, None] = field(default_factory=dict)
     axes: dict[tuple[int, int], None] = field(default_factory=dict)
     known: dict[tuple[int, tuple[_Index, ...]], _Value] = field(default_factory=dict)
+    numbers: dict[int, int] = field(default_factory=dict)
     tile: int = 1
 
     @property
@@ -125,31 +124,35 @@ class _KernelWriter:
 
     def _take(self, root: int) -> None:
         """Emit what a row contributes to a root."""
-        operation = self.program[root]
+        operation, number = self.program[root], self._local(root)
         indices = self._indices(operation.shape)
         if not isinstance(operation, Reduce):
             value = self._computed(root, indices, len(indices))
-            pointer = f"b{root} + row.to(tl.int64) * {math.prod(operation.shape)} + {_flat(indices, operation.shape)}"
+            pointer = f"b{number} + row.to(tl.int64) * {math.prod(operation.shape)} + {_flat(indices, operation.shape)}"
             mask = " & ".join(["live", *_conditions(indices)])
             self.body.append(f"tl.store({pointer}, {value.text}, mask={mask})")
             return
         value = self._value(operation.operands[0], indices, len(indices))
         if operation.kind == "max":
             self.body += [
-                f'm{root} = tl.where(live, {value.text}, float("-inf"))',
+                f'm{number} = tl.where(live, {value.text}, float("-inf"))',
                 "if LANES:",
-                f"    a{root} = larger(a{root}, m{root})",
+                f"    a{number} = larger(a{number}, m{number})",
                 "else:",
-                f"    a{root} = larger(a{root}, tl.reduce(m{root}, 0, larger, keep_dims=True))",
+                f"    a{number} = larger(a{number}, tl.reduce(m{number}, 0, larger, keep_dims=True))",
             ]
         else:
             self.body += [
-                f"m{root} = tl.where(live, {value.text}, 0.0)",
+                f"m{number} = tl.where(live, {value.text}, 0.0)",
                 "if LANES:",
-                f"    a{root} = a{root} + m{root}",
+                f"    a{number} = a{number} + m{number}",
                 "else:",
-                f"    a{root} = a{root} + tl.sum(m{root}, axis=0, keep_dims=True)",
+                f"    a{number} = a{number} + tl.sum(m{number}, axis=0, keep_dims=True)",
             ]
+
+    def _local(self, place: int) -> int:
+        """Return the number in names of a value's buffers, which do not depend on its place."""
+        return self.numbers.setdefault(place, len(self.numbers))
 
     def _indices(self, shape: Shape) -> list[_Index]:
         return [self._axis(slot, size) for slot, size in enumerate(shape)]
@@ -267,7 +270,7 @@ class _KernelWriter:
         domain, shape = self.program[place].domain, self.program[place].shape
         is_fixed = domain in (Domain.ONE, self.traversal.by) and domain is not self.traversal.over
         conditions = _conditions(indices)
-        pointer = f"b{source}"
+        pointer = f"b{self._local(source)}"
         if domain is not Domain.ONE:
             conditions.insert(0, "alive" if is_fixed else "live")
             pointer += f" + {self._row(domain)}.to(tl.int64) * {math.prod(shape)}"
@@ -282,7 +285,7 @@ class _KernelWriter:
         if domain is self.traversal.by:
             return "group"
         self.domains.setdefault(domain)
-        return f"r_{domain.name}"
+        return f"r{list(self.domains).index(domain)}"
 
     def _new(self, text: str, *, is_fixed: bool) -> _Value:
         lines = self.before if is_fixed else self.body
@@ -296,16 +299,12 @@ class _KernelWriter:
         return [f"x{slot}_{size} = tl.arange(0, {_padded(size)}){_spread(slot + 1, rank)}" for slot, size in self.axes]
 
     def _index_lines(self) -> list[str]:
-        return [
-            f"r_{domain.name} = tl.load(i{number} + p, mask=live, other=0)"
-            for number, domain in enumerate(self.domains)
-        ]
+        return [f"r{number} = tl.load(i{number} + p, mask=live, other=0)" for number in range(len(self.domains))]
 
     def _arguments(self) -> list[str]:
         return [
             *(f"i{number}" for number in range(len(self.domains))),
-            *(f"b{place}" for place in self.inputs),
-            *(f"b{place}" for place in self.traversal.roots),
+            *(f"b{self._local(place)}" for place in (*self.inputs, *self.traversal.roots)),
         ]
 
     def _plain(self, rank: int) -> str:
@@ -320,11 +319,11 @@ class _KernelWriter:
             *self.before,
             *self.body,
         ]
-        return _function(self.name, arguments, "num_rows", lines)
+        return _function(arguments, "num_rows", lines)
 
     def _grouped(self, sums: list[int], rank: int) -> str:
         """Return a kernel over the rows of one task, or over one row of each of many tasks."""
-        parts = [f"q{place}" for place in sums]
+        parts = [f"q{self._local(place)}" for place in sums]
         flags = [f"{name}: tl.constexpr" for name in ("HAS_POSITIONS", "LANES", "ROWS")]
         arguments = ", ".join(
             ["groups", "begins", "ends", "part_numbers", "positions", "num_tasks", "seed"]
@@ -341,19 +340,19 @@ class _KernelWriter:
         ]
         ends = []
         for place in sums:
-            operation = self.program[place]
+            operation, number = self.program[place], self._local(place)
             indices = self._indices(operation.shape)
             sizes = [_padded(size) for size in operation.shape][: rank - 1]
             shape = ", ".join(["NUM_GROUPS", *map(str, sizes), *["1"] * (rank - 1 - len(sizes))])
-            lines.append(f"a{place} = tl.full([{shape}], {_neutral(operation)}, tl.float32)")
+            lines.append(f"a{number} = tl.full([{shape}], {_neutral(operation)}, tl.float32)")
             size, flat = math.prod(operation.shape), _flat(indices, operation.shape)
             inside = "".join(f" & {condition}" for condition in _conditions(indices))
             for buffer, row, whole in (
-                (f"b{place}", "group", "part_number < 0"),
-                (f"q{place}", "part_number", "part_number >= 0"),
+                (f"b{number}", "group", "part_number < 0"),
+                (f"q{number}", "part_number", "part_number >= 0"),
             ):
                 pointer = f"{buffer} + {row}.to(tl.int64) * {size} + {flat}"
-                ends.append(f"tl.store({pointer}, a{place}, mask=alive & ({whole}){inside})")
+                ends.append(f"tl.store({pointer}, a{number}, mask=alive & ({whole}){inside})")
         lines += [
             "for at in range(0, tl.max(end - begin), STEP):",
             f"    p = begin + at + tl.arange(0, ROWS){_spread(0, rank)} * (0 if LANES else 1)",
@@ -366,12 +365,12 @@ class _KernelWriter:
             "part_number = tl.load(part_numbers + task, mask=alive, other=0)",
             *ends,
         ]
-        return _function(self.name, arguments, "num_tasks", lines)
+        return _function(arguments, "num_tasks", lines)
 
 
-def _function(name: str, arguments: str, count: str, lines: list[str]) -> str:
+def _function(arguments: str, count: str, lines: list[str]) -> str:
     body = "\n".join(f"    {line}" for line in lines)
-    return f'@triton.jit(do_not_specialize=["{count}", "seed"])\ndef {name}({arguments}):\n{body}\n'
+    return f'@triton.jit(do_not_specialize=["{count}", "seed"])\ndef @NAME({arguments}):\n{body}\n'
 
 
 def _spread(dimension: int, rank: int) -> str:

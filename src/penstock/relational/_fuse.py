@@ -121,7 +121,7 @@ def _scattered(program: Program, steps: list[Step], traversal: Traversal, num_pa
         return steps
     (root,) = traversal.roots
     for step in steps:
-        if not isinstance(step, Product) or step.place in program.outputs:
+        if not isinstance(step, Product) or step.onto is not None or step.place in program.outputs:
             continue
         readers = [other for other in steps if step.place in reads(program, other)]
         if readers == [traversal] and _is_summed_by_column(program, root, step.place, num_parts):
@@ -200,6 +200,8 @@ def reads(program: Program, step: Step) -> set[int]:
                 places |= set(program[place].operands)
         case ScatteredProduct():
             places = {*step.rows.reads, *program[step.product].operands}
+        case Product():
+            places = {*program[step.product].operands, *(() if step.onto is None else (step.onto,))}
         case _:
             places = set(program[step.place].operands)
     return {name for place in places for name in program.names(place)} - makes(step)

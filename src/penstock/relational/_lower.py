@@ -52,10 +52,17 @@ _SEGMENTED = {
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A `Matmul` by itself."""
+    """A `Matmul` by itself, or added to another value."""
 
     place: int
+    """Place of the result: the `Matmul`, or the `Map` that adds it to ``onto``."""
+    product: int
     """Place of the `Matmul`."""
+    onto: int | None = None
+    """Place of a value, read by nothing else, whose memory it adds into and takes over.
+
+    ``None``: nothing is added.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +189,10 @@ def lower(program: Program, *, blocked: bool) -> Lowered:
     stored = _stored(program)
     sums = _blocked_sums(program, stored) if blocked else {}
     added = _added_up(program, stored, sums)
+    products = _added_products(program, stored, sums)
     later = {place for pair in added.values() for place in pair if place in sums}
+    later |= {product.product for product in products.values()}
+    stored -= {product.product for product in products.values()}
     steps: list[Step] = []
     made_by: dict[int, int] = {}
     for place, operation in enumerate(program.operations):
@@ -195,7 +205,7 @@ def lower(program: Program, *, blocked: bool) -> Lowered:
                 made_by[part.place] = len(steps)
                 steps.append(BlockedPass(program[part.product].domain, (part,)))
             continue
-        step: Step = _template(operation, place, program)
+        step: Step = products.get(place) or _template(operation, place, program)
         if place in sums:
             step = BlockedPass(program[sums[place].product].domain, (sums[place],))
         if isinstance(step, Traversal):
@@ -253,13 +263,43 @@ def _added_up(program: Program, stored: set[int], sums: dict[int, BlockedSum]) -
     return added
 
 
+def _added_products(program: Program, stored: set[int], sums: dict[int, BlockedSum]) -> dict[int, Product]:
+    """Return products that are added to a value that nothing else reads, by the place of the addition."""
+    readers, added = program.readers(), {}
+    for place, operation in enumerate(program.operations):
+        if place not in stored or place in program.outputs or not isinstance(operation, Map):
+            continue
+        if operation.function != "add":
+            continue
+        parts = [_alone_behind(program, readers, operand, operation) for operand in operation.operands]
+        parts.sort(key=lambda part: part is not None and isinstance(program[part], Matmul))
+        onto, product = parts
+        if onto is None or product is None or onto == product or not {onto, product} <= stored - set(sums):
+            continue
+        is_product = isinstance(_template(program[product], product, program), Product)
+        if is_product and not isinstance(program[onto], Input):
+            added[place] = Product(place, product, onto)
+    return added
+
+
+def _alone_behind(program: Program, readers: list[list[int]], operand: int, reader: Operation) -> int | None:
+    """Return the value whose memory an operand has; ``None`` if others read it, or rows differ from the reader's."""
+    if program[operand].domain is not reader.domain or program[operand].shape != reader.shape:
+        return None
+    while len(readers[operand]) == 1 and operand not in program.outputs:
+        if not isinstance(program[operand], Reshape):
+            return operand
+        (operand,) = program[operand].operands
+    return None
+
+
 def _template(operation: Operation, place: int, program: Program) -> Step:
     match operation:
         case Matmul():
             matrix = program[operation.operands[1]].domain
             is_typed = matrix is Domain.ONE or (operation.domain, matrix) in _SEGMENTED
             fits = is_typed and operation.domain not in OF_TYPES and _has_plain_heads(program, operation)
-            return Product(place) if fits else WholeOperation(place)
+            return Product(place, place) if fits else WholeOperation(place)
         case OuterSum():
             is_typed = operation.domain is Domain.ONE or (operation.over, operation.domain) in _SEGMENTED
             fits = is_typed and operation.over not in OF_TYPES and _has_plain_heads(program, operation)

@@ -15,7 +15,7 @@ from penstock.relational._fuse import fuse
 from penstock.relational._graph import RelationalGraph
 from penstock.relational._indexes import Indexes
 from penstock.relational._ir import Matmul, OuterSum, Program
-from penstock.relational._lower import BlockedPass, BlockedSum, Kernel, ScatteredProduct, lower
+from penstock.relational._lower import BlockedPass, BlockedSum, Kernel, Product, ScatteredProduct, lower
 from penstock.relational._products import CMatrices, CRows, CTyped, check, library
 from penstock.relational._steps import Compiled, ProgramCall
 
@@ -151,19 +151,19 @@ class _CCall(ProgramCall):
             context.keeps = tables, positions, starts  # type: ignore[attr-defined]
         return context
 
-    def multiply(self, place: int) -> None:
-        operation = self.program[place]
+    def multiply(self, step: Product) -> None:
+        operation = self.program[step.product]
         assert isinstance(operation, Matmul)
         typed, matrices = self._product(operation)
         by = self.program[operation.operands[1]].domain
         rows = self._rows(operation.operands[0], operation.domain, by, typed.inner, typed.num_heads)
         places = self.indexes.order(operation.domain, by)[0]
-        result = self.make(place)
+        result = self.make(step.place) if step.onto is None else self.take(step.onto, step.place)
         check(
             self.compiled.products.penstock_typed_matmul(
                 ctypes.byref(typed), ctypes.byref(rows), ctypes.byref(matrices),
                 None if places is None else ctypes.c_void_p(places.data_ptr()), ctypes.c_void_p(result.data_ptr()),
-                ctypes.c_int64(0), ctypes.c_int64(self.num_threads),
+                ctypes.c_int64(step.onto is not None), ctypes.c_int64(self.num_threads),
             )
         )  # fmt: skip
 

@@ -8,7 +8,7 @@ from penstock.relational._domain import Domain
 from penstock.relational._ir import Constant, Input, Operation, OuterSum, Program, Reduce
 from penstock.relational._lower import Lowered, Outer
 from penstock.relational._run import CompiledProgram, Executor
-from penstock.relational._steps import Compiled, results_of
+from penstock.relational._steps import Compiled, results_of, taken_over
 
 RowCount = Callable[[Domain], int]
 """Number of rows of a domain."""
@@ -66,7 +66,9 @@ def _peak_of_steps(compiled: Compiled, lowered: Lowered, rows: RowCount, num_thr
     live = most = 0
     for number, step in enumerate(lowered.steps):
         beside = 0
-        places = results_of(step) or ((step.place,) if hasattr(step, "place") else ())
+        moved = taken_over(step)
+        held |= {place: held.pop(source, 0) for source, place in moved}
+        places = results_of(step) or ((step.place,) if hasattr(step, "place") and not moved else ())
         for place in places:
             size = _bytes(program[place], rows, 1)
             if place in held or place not in lowered.stored:

@@ -59,7 +59,7 @@ class Compiled(ABC):
                 case Traversal():
                     call.traverse(self.kernels[number])
                 case Product():
-                    call.multiply(step.place)
+                    call.multiply(step)
                 case Outer():
                     call.sum_outer(step.place)
                 case BlockedPass():
@@ -99,7 +99,8 @@ class Compiled(ABC):
                 return f"{product}, {by}, columns in {step.num_parts} parts: %{step.place}"
             case Product():
                 domain = program[step.place].domain
-                return f"product of {count(domain):,} {domain.value} rows: %{step.place}"
+                onto = "" if step.onto is None else f" added to %{step.onto}"
+                return f"product of {count(domain):,} {domain.value} rows{onto}: %{step.place}"
             case Outer():
                 operation = program[step.place]
                 assert isinstance(operation, OuterSum)
@@ -143,8 +144,8 @@ class ProgramCall(ABC):
         """Compute the roots of a traversal."""
 
     @abstractmethod
-    def multiply(self, place: int) -> None:
-        """Compute a `Matmul`."""
+    def multiply(self, step: Product) -> None:
+        """Compute a `Matmul`, or add it to a value."""
 
     @abstractmethod
     def sum_outer(self, place: int) -> None:
@@ -192,7 +193,7 @@ class ProgramCall(ABC):
     def take(self, source: int, place: int) -> torch.Tensor:
         """Give the memory of one value to another, with its contents."""
         self._own.add(place)
-        self.values[place] = self.values.pop(source)
+        self.values[place] = self.values.pop(source).view(-1, *self.program[place].shape)
         return self.values[place]
 
     def lookup(self, place: int, over: Domain, by: Domain) -> torch.Tensor | None:
@@ -245,7 +246,20 @@ def results_of(step: Step) -> Sequence[int]:
         case BlockedPass():
             rows = () if step.rows is None else step.rows.roots
             return (*rows, *(part.place for part in step.sums if part.onto is None), *step.outers)
-        case Product() | Outer() | ScatteredProduct():
+        case Product():
+            return (step.place,) if step.onto is None else ()
+        case Outer() | ScatteredProduct():
             return (step.place,)
+        case _:
+            return ()
+
+
+def taken_over(step: Step) -> Sequence[tuple[int, int]]:
+    """Return the values whose memory a step gives to others, with the latter."""
+    match step:
+        case BlockedPass():
+            return [(part.onto, part.place) for part in step.sums if part.onto is not None]
+        case Product(onto=int(onto)):
+            return [(onto, step.place)]
         case _:
             return ()

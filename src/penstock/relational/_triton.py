@@ -28,7 +28,7 @@ from penstock.relational._emit_triton import TritonKernel, emit
 from penstock.relational._graph import RelationalGraph
 from penstock.relational._indexes import Indexes
 from penstock.relational._ir import Input, Matmul, OuterSum, Program, Reduce
-from penstock.relational._lower import Kernel, lower
+from penstock.relational._lower import Kernel, Product, lower
 from penstock.relational._steps import Compiled, ProgramCall
 from penstock.relational._tune import BACKGROUND, Choices, RowSchedule, schedules
 
@@ -38,6 +38,8 @@ _TILE_NUMBERS = 4096
 """The most numbers in a traversal's tile, including rows."""
 _SPLIT_ROWS = 1024
 """Number of rows in one partial sum of outer products."""
+_PARTS_BLOCK = 256
+"""Numbers of a row that an instance combines parts of; one size for all rows, because each is a kernel."""
 _NARROW = 16
 """Row size below which values (scores, their sums and maxima) stay in float32 in layers of half precision."""
 
@@ -148,7 +150,7 @@ class _TritonCall(ProgramCall):
         chosen = choices.find(kernel.name, shape, tried)
         if chosen is not None:
             return chosen
-        key = (kernel.name, shape, self.device)
+        key = (kernel.name, *step.roots, shape, self.device)
         compiling = self.compiled.compiling
         others = compiling.get(key)
         if others is None:
@@ -182,15 +184,16 @@ class _TritonCall(ProgramCall):
 
         return compile_it
 
-    def multiply(self, place: int) -> None:
-        operation = self.program[place]
+    def multiply(self, step: Product) -> None:
+        operation = self.program[step.product]
         assert isinstance(operation, Matmul)
         left, matrix = operation.operands
         shape = self.program[matrix].shape
         heads = math.prod(operation.shape[:-1])
         inner, outer = (shape[-1], shape[-2]) if operation.transposed else (shape[-2], shape[-1])
         by = self.program[matrix].domain
-        result, (rows, index, strides) = self.make(place), self._rows(left, operation.domain, by, inner, heads)
+        result = self.make(step.place) if step.onto is None else self.take(step.onto, step.place)
+        rows, index, strides = self._rows(left, operation.domain, by, inner, heads)
         places = self.indexes.order(operation.domain, by)[0]
         matrices = self.value(matrix).contiguous()
         block_rows, block_outer = 64, min(64, _block_of(outer))
@@ -202,13 +205,14 @@ class _TritonCall(ProgramCall):
             (len(blocks.types), _ceil(outer, block_outer), heads),
             [
                 blocks.types, blocks.starts, blocks.segments, rows, _or_any(index, blocks.types), matrices,
-                _or_any(places, blocks.types), result,
+                _or_any(places, blocks.types), result, int(index is not None), int(places is not None),
+                int(step.onto is not None),
             ],
             {
                 "row_stride": strides[0], "head_stride": strides[1], "matrix_stride": math.prod(shape),
                 "matrix_head_stride": inner * outer if math.prod(shape[:-2]) > 1 else 0, "HEADS": heads,
-                "INNER": inner, "OUTER": outer, "TRANSPOSED": operation.transposed, "HAS_INDEX": index is not None,
-                "HAS_PLACES": places is not None, "IS_HALF": _is_half(rows, matrices), "PRECISION": _precision(),
+                "INNER": inner, "OUTER": outer, "TRANSPOSED": operation.transposed,
+                "IS_HALF": _is_half(rows, matrices), "PRECISION": _precision(),
                 "BLOCK_ROWS": block_rows, "BLOCK_INNER": min(32, _block_of(inner)), "BLOCK_OUTER": block_outer,
             },
             warps=4,
@@ -235,12 +239,12 @@ class _TritonCall(ProgramCall):
             (len(blocks.types), _ceil(inner, block_inner) * _ceil(outer, block_outer), heads),
             [
                 blocks.types, blocks.starts, blocks.segments, left, _or_any(left_index, blocks.types),
-                right, _or_any(right_index, blocks.types), parts,
+                right, _or_any(right_index, blocks.types), parts, int(left_index is not None),
+                int(right_index is not None),
             ],
             {
                 "left_stride": left_strides[0], "left_head_stride": left_strides[1], "right_stride": right_strides[0],
                 "right_head_stride": right_strides[1], "HEADS": heads, "INNER": inner, "OUTER": outer,
-                "LEFT_HAS_INDEX": left_index is not None, "RIGHT_HAS_INDEX": right_index is not None,
                 "IS_HALF": _is_half(left, right), "PRECISION": _precision(), "SPLIT": _SPLIT_ROWS, "BLOCK_ROWS": 32,
                 "BLOCK_INNER": block_inner, "BLOCK_OUTER": block_outer,
             },
@@ -253,12 +257,11 @@ class _TritonCall(ProgramCall):
     ) -> None:
         if not len(split.groups):
             return
-        block = min(1024, max(16, _block_of(width)))
         launch(
             self.fixed.add_parts,
-            (len(split.groups), _ceil(width, block)),
-            [split.groups, split.firsts, split.counts, parts, results],
-            {"WIDTH": width, "IS_MAX": is_max, "BLOCK": block},
+            (len(split.groups), _ceil(width, _PARTS_BLOCK)),
+            [split.groups, split.firsts, split.counts, parts, results, width],
+            {"IS_MAX": is_max, "BLOCK": _PARTS_BLOCK},
             warps=4,
         )
 

@@ -62,6 +62,13 @@ def gelu_slope(x):
 
 
 @triton.jit
+def row_of(index, has_index, position, end):
+    """Return the row at each position: by an index if there is one (``has_index``: 1), else the same."""
+    is_indexed = position < end * has_index
+    return tl.where(is_indexed, tl.load(index + position, mask=is_indexed, other=0), position).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["has_index", "has_places", "adds"])
 def typed_matmul(
     block_types,
     block_starts,
@@ -71,6 +78,9 @@ def typed_matmul(
     matrices,
     places,
     results,
+    has_index,
+    has_places,
+    adds,
     row_stride: tl.constexpr,
     head_stride: tl.constexpr,
     matrix_stride: tl.constexpr,
@@ -79,8 +89,6 @@ def typed_matmul(
     INNER: tl.constexpr,
     OUTER: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    HAS_INDEX: tl.constexpr,
-    HAS_PLACES: tl.constexpr,
     IS_HALF: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -89,8 +97,9 @@ def typed_matmul(
 ):
     """Multiply rows by the matrix of their type.
 
-    ``results[places] [rows, heads, outer] = rows[index] [.., heads, inner] @ matrices [types, .., inner, outer]``.
-    Instance (block, tile of outer, head): rows of one type, from a list of blocks.
+    ``results[places] [rows, heads, outer] = rows[index] [.., heads, inner] @ matrices [types, .., inner, outer]``, to
+    which it adds what was there if it ``adds``. Instance (block, tile of outer, head): rows of one type, from a list of
+    blocks. What is known at run time only needs no kernel of its own.
     """
     block = tl.program_id(0)
     kind = tl.load(block_types + block).to(tl.int64)
@@ -99,9 +108,7 @@ def typed_matmul(
     head = tl.program_id(2)
     position = start + tl.arange(0, BLOCK_ROWS)
     live = position < end
-    source = position.to(tl.int64)
-    if HAS_INDEX:
-        source = tl.load(index + position, mask=live, other=0).to(tl.int64)
+    source = row_of(index, has_index, position, end)
     outer = tl.program_id(1) * BLOCK_OUTER + tl.arange(0, BLOCK_OUTER)
     total = tl.zeros([BLOCK_ROWS, BLOCK_OUTER], dtype=tl.float32)
     for begin in range(0, INNER, BLOCK_INNER):
@@ -124,17 +131,14 @@ def typed_matmul(
             a = a.to(tl.float32)
             b = b.to(tl.float32)
         total = tl.dot(a, b, total, input_precision=PRECISION)
-    row = position.to(tl.int64)
-    if HAS_PLACES:
-        row = tl.load(places + position, mask=live, other=0).to(tl.int64)
-    tl.store(
-        results + (row[:, None] * HEADS + head) * OUTER + outer[None, :],
-        total,
-        mask=live[:, None] & (outer < OUTER)[None, :],
-    )
+    row = row_of(places, has_places, position, end)
+    result = results + (row[:, None] * HEADS + head) * OUTER + outer[None, :]
+    fits = (outer < OUTER)[None, :]
+    onto = tl.load(result, mask=(position < end * adds)[:, None] & fits, other=0.0).to(tl.float32)
+    tl.store(result, onto + total, mask=live[:, None] & fits)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["left_has_index", "right_has_index"])
 def typed_outer(
     block_types,
     block_starts,
@@ -144,6 +148,8 @@ def typed_outer(
     right,
     right_index,
     parts,
+    left_has_index,
+    right_has_index,
     left_stride: tl.constexpr,
     left_head_stride: tl.constexpr,
     right_stride: tl.constexpr,
@@ -151,8 +157,6 @@ def typed_outer(
     HEADS: tl.constexpr,
     INNER: tl.constexpr,
     OUTER: tl.constexpr,
-    LEFT_HAS_INDEX: tl.constexpr,
-    RIGHT_HAS_INDEX: tl.constexpr,
     IS_HALF: tl.constexpr,
     PRECISION: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -176,19 +180,15 @@ def typed_outer(
     for begin in range(start, end, BLOCK_ROWS):
         position = begin + tl.arange(0, BLOCK_ROWS)
         live = position < end
-        from_left = position.to(tl.int64)
-        if LEFT_HAS_INDEX:
-            from_left = tl.load(left_index + position, mask=live, other=0).to(tl.int64)
-        from_right = position.to(tl.int64)
-        if RIGHT_HAS_INDEX:
-            from_right = tl.load(right_index + position, mask=live, other=0).to(tl.int64)
+        of_left = row_of(left_index, left_has_index, position, end)
+        of_right = row_of(right_index, right_has_index, position, end)
         a = tl.load(
-            left + from_left[None, :] * left_stride + head * left_head_stride + inner[:, None],
+            left + of_left[None, :] * left_stride + head * left_head_stride + inner[:, None],
             mask=(inner < INNER)[:, None] & live[None, :],
             other=0.0,
         )
         b = tl.load(
-            right + from_right[:, None] * right_stride + head * right_head_stride + outer[None, :],
+            right + of_right[:, None] * right_stride + head * right_head_stride + outer[None, :],
             mask=live[:, None] & (outer < OUTER)[None, :],
             other=0.0,
         )
@@ -203,28 +203,28 @@ def typed_outer(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def add_parts(
     groups,
     firsts,
     counts,
     parts,
     results,
-    WIDTH: tl.constexpr,
+    width,
     IS_MAX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Combine the parts of each ``results[group] [width]``, ``counts`` of them from ``firsts`` on, in order."""
     task = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    fits = column < WIDTH
+    fits = column < width
     first = tl.load(firsts + task).to(tl.int64)
-    total = tl.load(parts + first * WIDTH + column, mask=fits, other=0.0)
+    total = tl.load(parts + first * width + column, mask=fits, other=0.0)
     for number in range(1, tl.load(counts + task)):
-        part = tl.load(parts + (first + number) * WIDTH + column, mask=fits, other=0.0)
+        part = tl.load(parts + (first + number) * width + column, mask=fits, other=0.0)
         if IS_MAX:
             total = larger(total, part)
         else:
             total = total + part
     group = tl.load(groups + task).to(tl.int64)
-    tl.store(results + group * WIDTH + column, total, mask=fits)
+    tl.store(results + group * width + column, total, mask=fits)
