@@ -225,6 +225,8 @@ def _outer(left: torch.Tensor, right: torch.Tensor, shape: tuple[int, ...]) -> t
     """Return ``[..., i, o]`` from ``[rows, ..., i]`` and ``[rows, ..., o]``: the sum over rows of outer products."""
     rank = max(left.dim(), right.dim())
     left, right = _with_rank(left, rank), _with_rank(right, rank)
+    if rank > 2 and 1 in (left.shape[-1], right.shape[-1]):  # of many small products, whose calls take longest
+        return (left * right).sum(0).unsqueeze(-1 if right.shape[-1] == 1 else -2).expand(shape)
     return torch.einsum("n...i,n...o->...io", left, right).expand(shape)
 
 
