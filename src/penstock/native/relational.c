@@ -226,6 +226,8 @@ static void add(char *to, const char *from, int64_t bytes, int64_t element_bytes
     }
 }
 
+#include "narrow.h"
+
 /* Computes the rows from begin to end of each table, one after the other. */
 typedef int (*Producer)(const void *context, int64_t begin, int64_t end, void *const *tables);
 

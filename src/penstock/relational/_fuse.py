@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from penstock.relational._domain import EDGES, ENDS, Domain
 from penstock.relational._ir import Map, OuterSum, Program, Reduce
 from penstock.relational._lower import BlockedPass, Lowered, Outer, Product, ScatteredProduct, Step, Traversal
+from penstock.relational._narrow import is_narrow_outer, is_narrow_sum
 
 LEAST_COLUMNS = 16
 """Fewest columns for a thread: a cache line of float32."""
@@ -64,6 +65,7 @@ def _fused(program: Program, steps: list[Step], traversal: Traversal, by: Domain
     roots = set(traversal.roots)
     readers = [number for number, step in enumerate(steps) if reads(program, step) & roots]
     fitting = [number for number in readers if _fits(program, steps[number], by)]
+    fitting = [number for number in fitting if not _is_narrow(program, steps[number])]
     fitting = [number for number in fitting if with_outers or not isinstance(steps[number], Outer)]
     candidates = [(number, _ready(program, steps, fitting, roots, number)) for number in (start, *fitting)]
     possible = [pair for pair in candidates if _may_wait(program, steps, start, *pair)]
@@ -100,6 +102,13 @@ def _fits(program: Program, step: Step, by: Domain) -> bool:
         assert isinstance(operation, OuterSum)
         return operation.over is by and operation.domain is Domain.EDGE_TYPE
     return isinstance(step, BlockedPass) and step.over is by and step.rows is None
+
+
+def _is_narrow(program: Program, step: Step) -> bool:
+    """Return whether a step is faster node by node, beside rows that are stored because they are a few numbers."""
+    if isinstance(step, Outer):
+        return is_narrow_outer(program, step.place)
+    return isinstance(step, BlockedPass) and all(is_narrow_sum(program, part.product) for part in step.sums)
 
 
 def _ready(program: Program, steps: Sequence[Step], fitting: Sequence[int], roots: set[int], start: int) -> list[int]:

@@ -16,6 +16,7 @@ from penstock.relational._graph import RelationalGraph
 from penstock.relational._indexes import Indexes
 from penstock.relational._ir import Matmul, OuterSum, Program
 from penstock.relational._lower import BlockedPass, BlockedSum, Kernel, Product, ScatteredProduct, lower
+from penstock.relational._narrow import is_narrow_outer, is_narrow_score, is_narrow_sum, narrow
 from penstock.relational._products import CMatrices, CRows, CTyped, check, library
 from penstock.relational._steps import Compiled, ProgramCall
 
@@ -152,6 +153,8 @@ class _CCall(ProgramCall):
         return context
 
     def multiply(self, step: Product) -> None:
+        if self._score(step):
+            return
         operation = self.program[step.product]
         assert isinstance(operation, Matmul)
         typed, matrices = self._product(operation)
@@ -167,7 +170,64 @@ class _CCall(ProgramCall):
             )
         )  # fmt: skip
 
+    def _score(self, step: Product) -> bool:
+        """Compute a narrow product node by node; return whether it is one, and that pays."""
+        operation = self.program[step.product]
+        if step.onto is not None or not is_narrow_score(self.program, step.product):
+            return False
+        assert isinstance(operation, Matmul)
+        row, matrix = operation.operands
+        sides = self.program[row].shape[0], operation.shape[0]
+        sizes = narrow(self.indexes, operation.domain, sides, self.compiled.dtype.itemsize, self.num_threads)
+        if sizes is None:
+            return False
+        buffers = [self.value(matrix).contiguous(), self.value(row), self.make(step.place)]
+        matrices, rows, results = (ctypes.c_void_p(buffer.data_ptr()) for buffer in buffers)
+        lie_so = ctypes.c_int64(operation.transposed)
+        check(self.compiled.products.penstock_narrow_scores(ctypes.byref(sizes), matrices, lie_so, rows, results))
+        return True
+
+    def _sum_scores(self, step: BlockedPass) -> bool:
+        """Compute sums by node of a narrow product, node by node; return whether it is one, and that pays."""
+        part = step.sums[0]
+        if len(step.sums) > 1 or not is_narrow_sum(self.program, part.product):
+            return False
+        operation = self.program[part.product]
+        assert isinstance(operation, Matmul)
+        pair, matrix = operation.operands
+        sides = operation.shape[0], self.program[pair].shape[0]
+        sizes = narrow(self.indexes, operation.domain, sides, self.compiled.dtype.itemsize, self.num_threads)
+        if sizes is None:
+            return False
+        result = self.make(part.place, writes_all=True) if part.onto is None else self.take(part.onto, part.place)
+        buffers = [self.value(matrix).contiguous(), self.value(pair), result]
+        matrices, pairs, results = (ctypes.c_void_p(buffer.data_ptr()) for buffer in buffers)
+        lie_so, adds = ctypes.c_int64(not operation.transposed), ctypes.c_int64(part.onto is not None)
+        check(self.compiled.products.penstock_narrow_sums(ctypes.byref(sizes), matrices, lie_so, pairs, results, adds))
+        return True
+
+    def _sum_outer_of_scores(self, place: int) -> bool:
+        """Compute a sum of narrow outer products node by node; return whether it is one, and that pays."""
+        operation = self.program[place]
+        if not is_narrow_outer(self.program, place):
+            return False
+        assert isinstance(operation, OuterSum)
+        left, right = operation.operands
+        is_row_first = self.program[left].domain is not operation.over
+        row, pair = (left, right) if is_row_first else (right, left)
+        sides = self.program[row].shape[0], self.program[pair].shape[0]
+        sizes = narrow(self.indexes, operation.over, sides, self.compiled.dtype.itemsize, self.num_threads)
+        if sizes is None:
+            return False
+        buffers = [self.value(row), self.value(pair), self.make(place)]
+        rows, pairs, results = (ctypes.c_void_p(buffer.data_ptr()) for buffer in buffers)
+        lie_so = ctypes.c_int64(not is_row_first)
+        check(self.compiled.products.penstock_narrow_outers(ctypes.byref(sizes), rows, pairs, results, lie_so))
+        return True
+
     def pass_blocks(self, step: BlockedPass, kernel: Kernel | None) -> None:
+        if kernel is None and self._sum_scores(step):
+            return
         indexes, end = self.indexes, ENDS[step.over]
         computed = [] if step.rows is None else step.rows.sums(self.program)
         for place in () if step.rows is None else step.rows.roots:
@@ -263,6 +323,8 @@ class _CCall(ProgramCall):
         return typed, matrices
 
     def sum_outer(self, place: int) -> None:
+        if self._sum_outer_of_scores(place):
+            return
         operation = self.program[place]
         assert isinstance(operation, OuterSum)
         typed, sizes = self._sizes(operation)
