@@ -11,7 +11,7 @@
 
 #include "products.h"
 
-enum { BLOCK_ROWS = 256, SPLIT_ROWS = 2048, INNER_ROWS = 64, AHEAD = 8, MOST_BYTES_AHEAD = 512 };
+enum { BLOCK_ROWS = 256, SPLIT_ROWS = 2048, INNER_ROWS = 64, AHEAD = 32, LINES = 8, MOST_BYTES_AHEAD = 512 };
 
 typedef struct {
     const char *rows;       /* [.., heads or 1, width] */
@@ -57,9 +57,9 @@ static const char *matrix_of(const Typed *typed, const Matrices *matrices, int64
     const char *const matrix = matrices->matrices + (type * matrices->stride + head * matrices->head_stride) * size;
     if (!matrices->transposed)
         return matrix;
-    for (int64_t first = 0; first < inner; first += AHEAD) /* a few lines of the cache at a time */
+    for (int64_t first = 0; first < inner; first += LINES) /* a few lines of the cache at a time */
         for (int64_t column = 0; column < outer; column++)
-            for (int64_t row = first; row < first + AHEAD && row < inner; row++)
+            for (int64_t row = first; row < first + LINES && row < inner; row++)
                 if (size == 8)
                     ((double *)turned)[row * outer + column] = ((const double *)matrix)[column * inner + row];
                 else

@@ -47,7 +47,7 @@ typedef struct {
     void *const *buffers;
 } Context;
 
-enum { AHEAD = 8 };
+enum { AHEAD = 32 };
 
 @DROPOUT
 @HELPERS
