@@ -40,11 +40,13 @@ static void fetch_ahead(const char *row, int64_t bytes) {
 
 static void gather(char *block, const Rows *rows, int64_t head, int64_t start, int64_t count, int64_t width,
                    int64_t element_bytes) {
-    for (int64_t at = 0; at < count; at++) {
-        const int64_t row = rows->index ? rows->index[start + at] : start + at;
+    for (int64_t at = rows->index ? -AHEAD : 0; at < count; at++) {
         if (rows->index && at + AHEAD < count)
             fetch_ahead(rows->rows + (rows->index[start + at + AHEAD] * rows->row_stride + head * rows->head_stride) *
                                          element_bytes, width * element_bytes);
+        if (at < 0)
+            continue;
+        const int64_t row = rows->index ? rows->index[start + at] : start + at;
         memcpy(block + at * width * element_bytes,
                rows->rows + (row * rows->row_stride + head * rows->head_stride) * element_bytes,
                (size_t)(width * element_bytes));
