@@ -28,6 +28,7 @@ from scipy.sparse.csgraph import maximum_bipartite_matching
 from benchmarks.common import Row, parser, show, synchronize, write
 from benchmarks.forked import Forked
 from benchmarks.relational_graphs import GRAPHS, Edges, synthetic
+from benchmarks.relational_lookups import lookups
 from benchmarks.relational_peers import ABLATIONS, BY_HAND, PEERS, Call, is_installed, make, predicted_bytes
 from benchmarks.relational_products import best_rate, products
 from penstock import relational
@@ -39,7 +40,7 @@ from penstock.relational._steps import Compiled
 from penstock.units import format_bytes
 
 LIMIT_S = 120.0
-PARTS = ["peers", "ablations", "first", "blocks", "variants", "products"]
+PARTS = ["peers", "ablations", "first", "blocks", "variants", "products", "lookups"]
 REAL = ("AIFB", "FB15k-237", "WN18RR")
 CASES = [
     *(("RGCN", graph, 64) for graph in (*REAL, "MUTAG-like", "BGS-like", "AM-like", "hub")),
@@ -53,6 +54,7 @@ ON_VARIANTS = {
     "12 edges a pair": lambda: synthetic("", 50_000, 2_000_000, 10, 0.1),
     "39 edges a pair": lambda: synthetic("", 20_000, 2_000_000, 10, 0.03),
 }
+LOOKED_UP = ("FB15k-237", "BGS-like", "MAG slice", "hub")
 ON_A_GPU = [("RGAT", graph, 64) for graph in ("AM-like", "MAG", "WikiKG2-like")]
 
 
@@ -433,6 +435,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         variants({"small": GRAPHS["small"]} if settings.quick else ON_VARIANTS, rows, rounds)
     if "products" in parts and settings.device == "cpu":
         products(rows, rounds, is_quick=settings.quick)
+    if "lookups" in parts and settings.device == "cpu":
+        lookups({name: GRAPHS[name] for name in (["small"] if settings.quick else LOOKED_UP)}, rows, rounds)
     summary(rows)
     write(settings.json, config, rows, device=settings.device)
     return rows
