@@ -141,3 +141,12 @@ def test_parts_have_equal_numbers_of_pairs_and_all_nodes(graph):
         pairs = starts[borders].diff()
         assert pairs.sum() == graph.indexes.count(over)
         assert pairs.max() - pairs.min() <= 2 * starts.diff().max()
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_a_graph_without_edges_has_zeros(heads):
+    graph = RelationalGraph(torch.empty(2, 0, dtype=torch.int64), num_nodes=5, num_edge_types=3)
+    conv, x = RGATConv(WIDTH, 8, 3, heads=heads, bias=False), torch.randn(5, WIDTH, requires_grad=True)
+    result = conv(x, graph)
+    gradients = torch.autograd.grad(result.sum(), (x, conv.weight, conv.q, conv.k))
+    assert not any(tensor.any() for tensor in (result, *gradients))

@@ -190,7 +190,7 @@ class _CCall(ProgramCall):
     def _sum_scores(self, step: BlockedPass) -> bool:
         """Compute sums by node of a narrow product, node by node; return whether it is one, and that pays."""
         part = step.sums[0]
-        if len(step.sums) > 1 or not is_narrow_sum(self.program, part.product):
+        if len(step.sums) > 1 or step.outers or not is_narrow_sum(self.program, part.product):
             return False
         operation = self.program[part.product]
         assert isinstance(operation, Matmul)

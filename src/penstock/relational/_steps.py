@@ -192,8 +192,9 @@ class ProgramCall(ABC):
 
     def take(self, source: int, place: int) -> torch.Tensor:
         """Give the memory of one value to another, with its contents."""
+        operation = self.program[place]
         self._own.add(place)
-        self.values[place] = self.values.pop(source).view(-1, *self.program[place].shape)
+        self.values[place] = self.values.pop(source).view(self.indexes.count(operation.domain), *operation.shape)
         return self.values[place]
 
     def lookup(self, place: int, over: Domain, by: Domain) -> torch.Tensor | None:
