@@ -467,6 +467,8 @@ static void add_outers_of(const Typed *typed, const Rows *left, const Rows *righ
     }
 }
 
+#include "linear.h"
+
 /* results [types, heads, inner, outer] = per type the sum over its rows of left outer right. A type with many rows is
  * several splits; all but its first are summed in parts, which are added in order. */
 int penstock_typed_outer(const Typed *typed, const Rows *left, const Rows *right, char *results, int64_t num_threads) {

@@ -128,15 +128,8 @@ def _backward(
     kept: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     """Return the gradients of ``x``, ``weight`` and ``bias`` (and of ``other`` and ``kept``)."""
-    x, typed = x.contiguous(), _typed(x, sizes)
-    of_x, of_weight, of_bias = torch.empty_like(x), [], []
-    for number, (gradient, matrices) in enumerate(zip(gradients, weight.chunk(len(gradients), 1), strict=True)):
-        rows = gradient.contiguous()
-        typed.multiply(rows, matrices, of_x, transposed=False, adds=number > 0)
-        of_weight.append(x.new_empty(matrices.shape))
-        typed.sum_outer(rows, x, of_weight[-1])
-        of_bias.append(torch.stack([part.sum(0) for part in rows.split(list(sizes))]))
-    results = [of_x, torch.cat(of_weight, 1), torch.cat(of_bias, 1)]
+    x, weight = x.contiguous(), weight.contiguous()
+    results = list(_typed(x, sizes).differentiate([gradient.contiguous() for gradient in gradients], x, weight))
     if other is None or kept is None:
         return results
     of_other, of_kept = x.new_empty(other.shape), []

@@ -1,6 +1,7 @@
 """The structures and functions of `native/relational.c` for products of rows with the matrix of their type."""
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 
@@ -28,6 +29,19 @@ class CTyped(ctypes.Structure):
         ("outer", ctypes.c_int64),
         ("element_bytes", ctypes.c_int64),
         ("segments", ctypes.c_void_p),
+    )
+
+
+class CMaps(ctypes.Structure):
+    """A linear map for each type, of rows to several tables, and the gradients of these."""
+
+    _fields_ = (
+        ("typed", CTyped),
+        ("num_parts", ctypes.c_int64),
+        ("gradients", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("of_x", ctypes.c_void_p),
     )
 
 
@@ -83,6 +97,25 @@ class Typed:
             ctypes.c_int64(adds), ctypes.c_int64(self._num_threads),
         )  # fmt: skip
         check(status)
+
+    def differentiate(
+        self, gradients: Sequence[torch.Tensor], x: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the gradients of ``x``, ``weight`` and bias from those of each part, ``[rows, outer]``.
+
+        ``x [rows, inner]`` is contiguous, as are ``gradients``, and ``weight [types, parts * outer, inner]``.
+        """
+        of_x, of_weight, of_bias = torch.empty_like(x), torch.empty_like(weight), weight.new_empty(weight.shape[:2])
+        addresses = (ctypes.c_void_p * len(gradients))(*(gradient.data_ptr() for gradient in gradients))
+        maps = CMaps(
+            self._sizes(x.shape[1], gradients[0].shape[1]), len(gradients), ctypes.addressof(addresses), x.data_ptr(),
+            weight.data_ptr(), of_x.data_ptr(),
+        )  # fmt: skip
+        results = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (of_weight, of_bias))
+        check(
+            self._library.penstock_differentiate_maps(ctypes.byref(maps), *results, ctypes.c_int64(self._num_threads))
+        )
+        return of_x, of_weight, of_bias
 
     def sum_outer(self, left: torch.Tensor, right: torch.Tensor, results: torch.Tensor) -> None:
         """Write for each type the sum of its rows' outer products, ``[types, inner, outer]``; all are contiguous."""
