@@ -528,6 +528,15 @@ ENTRIES = {
             Figure(label="outer: {}", name="products 64 x 64, 256 rows", metric="outer, of PyTorch's"),
         ),
     ),
+    "cpu-relational-lookups": Entry(
+        shows="Rows that edges look up, in traversals and in `embedding_bag`",
+        command="relational --part lookups",
+        figures=(
+            Figure(label="sums of rows: {} of embedding_bag's rate", name="lookups .*", metric="sum"),
+            Figure(label="rows in bfloat16, embedding_bag: {} times as many a second as in float32", name="lookups .*",
+                   metric="bfloat16's rate of rows over float32's"),
+        ),
+    ),
     "cpu-relational-stream": Entry(
         shows="Relational layers on edges in a file, under a hard cap",
         command="relational_stream",
