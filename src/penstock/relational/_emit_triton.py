@@ -92,6 +92,14 @@ class _Value:
 _ZERO = _Index("0")
 
 
+class _Numbers(dict[int, int]):
+    """The number of each value in the names of a kernel, which do not depend on its place in the program."""
+
+    def __missing__(self, place: int) -> int:
+        self[place] = len(self)
+        return self[place]
+
+
 @dataclass
 class _KernelWriter:
     """A writer of one kernel."""
@@ -104,7 +112,7 @@ class _KernelWriter:
     inputs: dict[int, None] = field(default_factory=dict)
     axes: dict[tuple[int, int], None] = field(default_factory=dict)
     known: dict[tuple[int, tuple[_Index, ...]], _Value] = field(default_factory=dict)
-    numbers: dict[int, int] = field(default_factory=dict)
+    numbers: _Numbers = field(default_factory=_Numbers)
     tile: int = 1
 
     @property
@@ -124,7 +132,7 @@ class _KernelWriter:
 
     def _take(self, root: int) -> None:
         """Emit what a row contributes to a root."""
-        operation, number = self.program[root], self._local(root)
+        operation, number = self.program[root], self.numbers[root]
         indices = self._indices(operation.shape)
         if not isinstance(operation, Reduce):
             value = self._computed(root, indices, len(indices))
@@ -149,10 +157,6 @@ class _KernelWriter:
                 "else:",
                 f"    a{number} = a{number} + tl.sum(m{number}, axis=0, keep_dims=True)",
             ]
-
-    def _local(self, place: int) -> int:
-        """Return the number in names of a value's buffers, which do not depend on its place."""
-        return self.numbers.setdefault(place, len(self.numbers))
 
     def _indices(self, shape: Shape) -> list[_Index]:
         return [self._axis(slot, size) for slot, size in enumerate(shape)]
@@ -270,7 +274,7 @@ class _KernelWriter:
         domain, shape = self.program[place].domain, self.program[place].shape
         is_fixed = domain in (Domain.ONE, self.traversal.by) and domain is not self.traversal.over
         conditions = _conditions(indices)
-        pointer = f"b{self._local(source)}"
+        pointer = f"b{self.numbers[source]}"
         if domain is not Domain.ONE:
             conditions.insert(0, "alive" if is_fixed else "live")
             pointer += f" + {self._row(domain)}.to(tl.int64) * {math.prod(shape)}"
@@ -304,7 +308,7 @@ class _KernelWriter:
     def _arguments(self) -> list[str]:
         return [
             *(f"i{number}" for number in range(len(self.domains))),
-            *(f"b{self._local(place)}" for place in (*self.inputs, *self.traversal.roots)),
+            *(f"b{self.numbers[place]}" for place in (*self.inputs, *self.traversal.roots)),
         ]
 
     def _plain(self, rank: int) -> str:
@@ -323,7 +327,7 @@ class _KernelWriter:
 
     def _grouped(self, sums: list[int], rank: int) -> str:
         """Return a kernel over the rows of one task, or over one row of each of many tasks."""
-        parts = [f"q{self._local(place)}" for place in sums]
+        parts = [f"q{self.numbers[place]}" for place in sums]
         flags = [f"{name}: tl.constexpr" for name in ("HAS_POSITIONS", "LANES", "ROWS")]
         arguments = ", ".join(
             ["groups", "begins", "ends", "part_numbers", "positions", "num_tasks", "seed"]
@@ -340,7 +344,7 @@ class _KernelWriter:
         ]
         ends = []
         for place in sums:
-            operation, number = self.program[place], self._local(place)
+            operation, number = self.program[place], self.numbers[place]
             indices = self._indices(operation.shape)
             sizes = [_padded(size) for size in operation.shape][: rank - 1]
             shape = ", ".join(["NUM_GROUPS", *map(str, sizes), *["1"] * (rank - 1 - len(sizes))])
