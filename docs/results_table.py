@@ -5,6 +5,7 @@ python docs/results_table.py
 writes them between the page's marks. A test compares page and files, so that they cannot drift apart.
 """
 
+import dataclasses
 import json
 import re
 from dataclasses import dataclass
@@ -507,6 +508,10 @@ ENTRIES = {
         ),
     ),
     "cpu-relational": _relational("relational --part peers --width 64"),
+    "cpu-relational-keep": dataclasses.replace(
+        _relational("relational --part peers --width 64"),
+        shows="The same where malloc keeps freed memory (`MALLOC_MMAP_THRESHOLD_`, `MALLOC_TRIM_THRESHOLD_`)",
+    ),
     "cpu-relational-variants": Entry(
         shows="RGCN's training step by where products are taken, and whether they are stored",
         command="relational --part variants",
