@@ -106,6 +106,8 @@ def gather(settings: argparse.Namespace, rows: list[Row]) -> None:
                     Row(name=name, metric="rate from memory", value=rate, unit="GB/s"),
                     Row(name=name, metric="index_select's time over ours", value=ratio, unit="", peer="index_select",
                         ratio=ratio),
+                    Row(name=name, metric="tensor[index]'s time over ours", unit="", peer="tensor[index]",
+                        value=(slower := paired_ratio(seconds["index"], seconds["penstock"])[0]), ratio=slower),
                     Row(name=name, metric="the same, 95% low", value=low, unit="", peer="index_select"),
                     Row(name=name, metric="the same, 95% high", value=high, unit="", peer="index_select"),
                 ]  # fmt: skip

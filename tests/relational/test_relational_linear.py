@@ -176,3 +176,28 @@ def test_under_compile(graph):
             part.grad = None
     for expected, computed in zip(*gradients, strict=True):
         torch.testing.assert_close(computed, expected)
+
+
+@needs_a_compiler
+@pytest.mark.parametrize(("out", "num_parts"), [(12, 1), (12, 3), (800, 2)])
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_types_of_many_rows_are_added_up_from_several_parts(out, num_parts, num_threads):
+    """Of 2,048 rows, or of four for each column."""
+    torch.manual_seed(0)
+    sizes, width = [9000, 0, 5], 6
+    x = torch.randn(sum(sizes), width, dtype=torch.float64, requires_grad=True)
+    lins = [nn.Linear(width, out).double() for _ in sizes]
+    parameters = [parameter for lin in lins for parameter in lin.parameters()]
+    scale = torch.linspace(-1, 1, len(x) * out, dtype=torch.float64).view(len(x), out)
+    before, runs = torch.get_num_threads(), []
+    torch.set_num_threads(num_threads)
+    try:
+        for results in (
+            torch.cat(map_by_type(x, lins, sizes, num_parts), 1),
+            torch.cat([lin(rows) for lin, rows in zip(lins, x.split(sizes), strict=True)]),
+        ):
+            runs.append([results, *torch.autograd.grad((results * scale).sum(), [x, *parameters])])
+    finally:
+        torch.set_num_threads(before)
+    for ours, plain in zip(*runs, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-10)

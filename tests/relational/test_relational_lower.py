@@ -160,3 +160,35 @@ def test_traversals_that_are_alike_share_a_kernel(graph, make, most):
     with mock.patch.object(_triton, "launch", launch), mock.patch.object(_run, "_chosen", return_value="triton"):
         conv(x, graph).sum().backward()
     assert len({kernel for kernel in kernels if kernel.fn.__name__ not in products}) == most
+
+
+def test_a_product_is_not_added_to_rows_that_are_anothers(graph, emitter):
+    """Values of nodes that edges read at their targets, and that the nodes themselves read."""
+
+    @layer
+    def noded(g, x, w, key):
+        for n in g.nodes():
+            h = tanh(x[n]) @ w + tanh(x[n])
+        for e in g.edges():
+            message = (h[e.dst] @ w) * dot(h[e.dst], key[e.etype]).unsqueeze(-1)
+        for n in g.nodes():
+            total = n.sum(message)
+        return total
+
+    def plain(source, target, kind, x, w, key):
+        h = torch.tanh(x) @ w + torch.tanh(x)
+        return summed((h @ w)[target] * (h[target] * key[kind]).sum(-1, keepdim=True), target, 6)
+
+    check_like_plain(noded.with_options(emitter=emitter), graph, plain, rand(6, 8), rand(8, 8), rand(3, 8))
+
+
+@pytest.mark.parametrize(("width", "columns"), [(64, 1), (256 * 65_535, 65_535), (4096 * 4096, 4096)])
+def test_parts_of_wide_rows_fit_into_a_grid(width, columns):
+    """CUDA takes at most 65,535 instances along the second dimension."""
+    pytest.importorskip("triton")
+    grids, number = [], torch.zeros(1)
+    split = _triton.Split(number, number, number)
+    call = mock.Mock(spec=["fixed"])
+    with mock.patch.object(_triton, "launch", lambda kernel, grid, *arguments, **flags: grids.append(grid)):
+        _triton._TritonCall._add_parts(call, split, number, number, width, is_max=False)
+    assert grids == [(1, columns)]

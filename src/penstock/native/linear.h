@@ -44,14 +44,16 @@ int penstock_differentiate_maps(const Maps *maps, char *of_weights, char *of_bia
     int64_t *first = malloc((size_t)(num_types + 1) * sizeof *first);
     if (!first)
         return 1;
-    const int64_t num_splits = blocks_before(&maps->typed, SPLIT_ROWS, first);
+    /* sums of splits take at most a fourth of x's memory */
+    const int64_t least = 4 * maps->num_parts * maps->typed.outer, split_rows = least > SPLIT_ROWS ? least : SPLIT_ROWS;
+    const int64_t num_splits = blocks_before(&maps->typed, split_rows, first);
     char *const sums = calloc((size_t)(num_splits * split_bytes + 1), 1);
     const int failed = !sums;
 #pragma omp parallel for num_threads((int)num_threads) schedule(dynamic, 1) if (num_threads > 1)
     for (int64_t at = 0; at < (failed ? 0 : num_splits); at++) {
         const int64_t type = type_of(first, num_types, at);
-        const int64_t begin = maps->typed.segments[type] + (at - first[type]) * SPLIT_ROWS;
-        const int64_t end = at + 1 == first[type + 1] ? maps->typed.segments[type + 1] : begin + SPLIT_ROWS;
+        const int64_t begin = maps->typed.segments[type] + (at - first[type]) * split_rows;
+        const int64_t end = at + 1 == first[type + 1] ? maps->typed.segments[type + 1] : begin + split_rows;
         for (int64_t start = begin; start < end; start += BLOCK_ROWS)
             differentiate(maps, type, start, end - start < BLOCK_ROWS ? end - start : BLOCK_ROWS, sums + at * split_bytes);
     }

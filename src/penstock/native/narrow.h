@@ -75,23 +75,24 @@ NARROW(float)
 NARROW(double)
 #define OF_ITS_TYPE(of, name, ...) ((of)->element_bytes == 8 ? double_##name(of, __VA_ARGS__) : float_##name(of, __VA_ARGS__))
 
-/* All matrices as [types, narrow, width]: where they are if they lie so, else a copy, which `copied` frees; NULL if there
- * is no memory. */
-static const void *turned(const Narrow *of, const void *matrices, int64_t lie_so, void **copied) {
+/* Sets `all` to the matrices as [types, narrow, width]: where they are if they lie so, else a copy in `copied`, which the
+ * caller frees. Returns whether there was memory. */
+static int turn_all(const Narrow *of, const void *matrices, int64_t lie_so, const void **all, void **copied) {
     *copied = NULL;
+    *all = matrices;
     if (lie_so || of->narrow == 1)
-        return matrices;
-    *copied = malloc((size_t)(of->num_types * of->width * of->narrow * of->element_bytes + 1));
+        return 1;
+    *all = *copied = malloc((size_t)(of->num_types * of->width * of->narrow * of->element_bytes + 1));
     if (*copied)
         OF_ITS_TYPE(of, turn, matrices, *copied, 0);
-    return *copied;
+    return *copied != NULL;
 }
 
 /* results [pairs, narrow] = rows [nodes, width] @ matrices [types, width, narrow] (lie_so: [types, narrow, width]) */
 int penstock_narrow_scores(const Narrow *of, const void *matrices, int64_t lie_so, const void *rows, void *results) {
     void *copied;
-    const void *const all = turned(of, matrices, lie_so, &copied);
-    if (!all)
+    const void *all;
+    if (!turn_all(of, matrices, lie_so, &all, &copied))
         return 1;
 #pragma omp parallel for schedule(dynamic, 1) num_threads((int)of->num_threads) if (of->num_threads > 1)
     for (int64_t part = 0; part < of->num_parts; part++)
@@ -104,8 +105,8 @@ int penstock_narrow_scores(const Narrow *of, const void *matrices, int64_t lie_s
 int penstock_narrow_sums(const Narrow *of, const void *matrices, int64_t lie_so, const void *pairs, void *results,
                          int64_t adds) {
     void *copied;
-    const void *const all = turned(of, matrices, lie_so, &copied);
-    if (!all)
+    const void *all;
+    if (!turn_all(of, matrices, lie_so, &all, &copied))
         return 1;
 #pragma omp parallel for schedule(dynamic, 1) num_threads((int)of->num_threads) if (of->num_threads > 1)
     for (int64_t part = 0; part < of->num_parts; part++)

@@ -277,7 +277,7 @@ def _added_products(program: Program, stored: set[int], sums: dict[int, BlockedS
         if onto is None or product is None or onto == product or not {onto, product} <= stored - set(sums):
             continue
         is_product = isinstance(_template(program[product], product, program), Product)
-        if is_product and not isinstance(program[onto], Input):
+        if is_product and not isinstance(program[onto], Input | SameRows):  # memory of the user's, or of another value
             added[place] = Product(place, product, onto)
     return added
 

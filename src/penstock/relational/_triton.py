@@ -40,6 +40,8 @@ _SPLIT_ROWS = 1024
 """Number of rows in one partial sum of outer products."""
 _PARTS_BLOCK = 256
 """Numbers of a row that an instance combines parts of; one size for all rows, because each is a kernel."""
+_MOST_IN_GRID = 65_535
+"""The most instances along the second dimension of a grid on CUDA."""
 _NARROW = 16
 """Row size below which values (scores, their sums and maxima) stay in float32 in layers of half precision."""
 
@@ -148,10 +150,11 @@ class _TritonCall(ProgramCall):
         shape = tuple(count(domain).bit_length() for domain in (step.over, step.by))
         choices = self.compiled.choices(self.device)
         chosen = choices.find(kernel.name, shape, tried)
-        if chosen is not None:
-            return chosen
         key = (kernel.name, *step.roots, shape, self.device)
         compiling = self.compiled.compiling
+        if chosen is not None:
+            compiling.pop(key, None)  # an alike traversal was measured
+            return chosen
         others = compiling.get(key)
         if others is None:
             compiling[key] = {}  # the first call compiles the likeliest, and nothing beside it
@@ -257,11 +260,12 @@ class _TritonCall(ProgramCall):
     ) -> None:
         if not len(split.groups):
             return
+        block = _PARTS_BLOCK if _ceil(width, _PARTS_BLOCK) <= _MOST_IN_GRID else 16 * _PARTS_BLOCK
         launch(
             self.fixed.add_parts,
-            (len(split.groups), _ceil(width, _PARTS_BLOCK)),
+            (len(split.groups), _ceil(width, block)),
             [split.groups, split.firsts, split.counts, parts, results, width],
-            {"IS_MAX": is_max, "BLOCK": _PARTS_BLOCK},
+            {"IS_MAX": is_max, "BLOCK": block},
             warps=4,
         )
 
