@@ -36,7 +36,7 @@ static void differentiate(const Maps *maps, int64_t type, int64_t start, int64_t
 }
 
 /* of_x [rows, inner], of_weights as the weights and of_bias [types, num_parts, outer]. A type with many rows is several
- * splits; what all but its first add to weights and bias are sums of their own, which are added in order. */
+ * splits. What each adds to weights and bias are sums of its own, which are added in order. */
 int penstock_differentiate_maps(const Maps *maps, char *of_weights, char *of_bias, int64_t num_threads) {
     const int64_t num_types = maps->typed.num_types, size = maps->typed.element_bytes;
     const int64_t bias_bytes = maps->num_parts * maps->typed.outer * size, weight_bytes = bias_bytes * maps->typed.inner;

@@ -25,10 +25,10 @@ typedef struct {
                 for (int64_t column = 0; column < columns; column++)                                         \
                     to[column * rows + row] = from[row * columns + column];                                  \
     }                                                                                                        \
-    static void real##_scores(const Narrow *of, int64_t part, const real *turned, const real *rows,        \
+    static void real##_scores(const Narrow *of, int64_t part, const real *turned, const real *rows,          \
                               real *results) {                                                               \
         const int64_t width = of->width, narrow = of->narrow;                                                \
-        for (int64_t node = of->borders[part]; node < of->borders[part + 1]; node++)                     \
+        for (int64_t node = of->borders[part]; node < of->borders[part + 1]; node++)                         \
             for (int64_t at = of->starts[node]; at < of->starts[node + 1]; at++)                             \
                 for (int64_t number = 0; number < narrow; number++) {                                        \
                     const real *const row = rows + node * width;                                             \
@@ -40,10 +40,10 @@ typedef struct {
                     results[(of->positions ? of->positions[at] : at) * narrow + number] = total;             \
                 }                                                                                            \
     }                                                                                                        \
-    static void real##_add_rows(const Narrow *of, int64_t part, const real *turned, const real *pairs,     \
+    static void real##_add_rows(const Narrow *of, int64_t part, const real *turned, const real *pairs,       \
                                 real *results, int64_t adds) {                                               \
         const int64_t width = of->width, narrow = of->narrow;                                                \
-        for (int64_t node = of->borders[part]; node < of->borders[part + 1]; node++) {                   \
+        for (int64_t node = of->borders[part]; node < of->borders[part + 1]; node++) {                       \
             real *const restrict row = results + node * width;                                               \
             if (!adds)                                                                                       \
                 memset(row, 0, (size_t)width * sizeof *row);                                                 \
@@ -57,10 +57,10 @@ typedef struct {
                 }                                                                                            \
         }                                                                                                    \
     }                                                                                                        \
-    static void real##_add_matrices(const Narrow *of, int64_t part, const real *rows, const real *pairs,   \
+    static void real##_add_matrices(const Narrow *of, int64_t part, const real *rows, const real *pairs,     \
                                     real *turned) {                                                          \
         const int64_t width = of->width, narrow = of->narrow;                                                \
-        for (int64_t node = of->borders[part]; node < of->borders[part + 1]; node++)                     \
+        for (int64_t node = of->borders[part]; node < of->borders[part + 1]; node++)                         \
             for (int64_t at = of->starts[node]; at < of->starts[node + 1]; at++)                             \
                 for (int64_t number = 0; number < narrow; number++) {                                        \
                     const real *const restrict row = rows + node * width;                                    \
