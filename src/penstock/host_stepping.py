@@ -135,7 +135,7 @@ def step_on_host(
     twin.__dict__.update(parameter.__dict__)  # attributes that an optimizer may look at
     twin.grad = gradient
     own = _groups_with(twin, parameter, _in_one_pass(optimizer, groups, [weight, gradient, *large]))
-    (after,) = step_part(optimizer, [twin], {twin: dict(state)}, groups=own, runs_hooks=False).values()
+    (after,) = step_part(optimizer, [twin], {twin: dict(state)}, groups=own).values()
     changed: State = {}
     for field, value in after.items():
         mine = state.get(field)

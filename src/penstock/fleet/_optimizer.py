@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.fleet._groups import Group
 from penstock.fleet._packed import Packed
-from penstock.stepping import State, refuse_whole_optimizers, state_share, step_part
+from penstock.stepping import State, missing_state_bytes, own_class, step_part
 
 
 @dataclass(slots=True)
@@ -44,7 +44,11 @@ class ShardedOptimizer:
                 f"the optimizer factory must return a torch.optim.Optimizer, got {type(master).__name__}; for instance "
                 "optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)"
             )
-        refuse_whole_optimizers(master, "optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)")
+        if own_class(master) is torch.optim.LBFGS:
+            raise TypeError(
+                "L-BFGS looks at all parameters at once and cannot update them in parts; use AdamW: "
+                "optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)"
+            )
         self.master = master
         unknown = [
             parameter for group in master.param_groups for parameter in group["params"] if id(parameter) not in names
@@ -69,12 +73,9 @@ class ShardedOptimizer:
         """The scheduler of the master's learning rates."""
 
     def state_share(self, named: Mapping[str, nn.Parameter]) -> float:
-        """Return bytes of state per byte of parameters, measured on a copy of a medium-sized parameter."""
-        trained = {name: parameter for name, parameter in named.items() if name in self.trained}
-        states: dict[torch.Tensor, State] = {
-            parameter: self._first(name, parameter) for name, parameter in trained.items()
-        }
-        return state_share(self.master, trained.values(), states)
+        """Return bytes of state per byte of trained parameters, as far as they are known before the first step."""
+        trained_bytes = sum(parameter.nbytes for name, parameter in named.items() if name in self.trained)
+        return missing_state_bytes(self.master) / max(1, trained_bytes)
 
     def step(self, parameters: Mapping[str, nn.Parameter], states: Mapping[str, State]) -> dict[str, State]:
         """Step ``parameters``, which have gradients, from ``states``, and return their new states, changed in place.

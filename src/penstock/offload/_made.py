@@ -11,7 +11,7 @@ from penstock.devices import backend_of, used_device
 from penstock.errors import BudgetError
 from penstock.offload._account import account_of
 from penstock.offload._taken import nbytes_of
-from penstock.stepping import refuse_whole_optimizers, state_share
+from penstock.stepping import state_bytes, why_whole
 from penstock.tiers import Budget, DiskSpec, Size, Waterfall
 from penstock.units import format_bytes
 
@@ -74,7 +74,8 @@ def made(
         optimizer = optimizer(model.parameters())
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"`optimizer` must return a torch optimizer, got {type(optimizer).__name__}: {CALL}")
-    refuse_whole_optimizers(optimizer, CALL)
+    if why_whole(optimizer).startswith("L-BFGS"):
+        raise TypeError(f"L-BFGS looks at all parameters at once and cannot update them in parts; use AdamW: {CALL}")
     if updates_on_host and any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups):
         raise ValueError(
             "fused and capturable optimizers keep numbers on the device, which an update on the host cannot "
@@ -105,7 +106,7 @@ def refuse_too_much(
     own = sum(map(nbytes_of, model.parameters()))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     trained_bytes = sum(map(nbytes_of, trained))
-    states = int(trained_bytes * state_share(optimizer, trained, optimizer.state))
+    states = state_bytes(optimizer)
     below = sum(tier.capacity_bytes - tier.used_bytes for tier in waterfall.tiers)
     if own + trained_bytes + states > device_bytes + below:
         raise BudgetError(

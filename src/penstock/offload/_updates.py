@@ -142,9 +142,7 @@ class Updates:
         """Do the update. ``live`` is the optimizer's entry, ``now`` what was in it when the step was due."""
         before = dict(now)
         with self._at_once(parameter, now):
-            (after,) = step_part(
-                self._optimizer, [parameter], {parameter: now}, groups=settings, runs_hooks=False
-            ).values()
+            (after,) = step_part(self._optimizer, [parameter], {parameter: now}, groups=settings).values()
         self._keep(parameter, live, before, after)
 
     def _keep(self, parameter: torch.Tensor, live: State, before: State, after: State) -> None:
@@ -191,7 +189,7 @@ class Updates:
                 live = {parameter: self._optimizer.state[parameter] for parameter in part}
                 now = {parameter: dict(state) for parameter, state in live.items()}
                 before = {parameter: dict(state) for parameter, state in live.items()}
-                for updated, after in step_part(self._optimizer, part, now, runs_hooks=False).items():
+                for updated, after in step_part(self._optimizer, part, now).items():
                     self._keep(updated, live[updated], before[updated], after)
                 part, part_bytes = [], 0
 
