@@ -334,7 +334,6 @@ USES |= {
         check=lambda held, _: require(held >= 0, "bytes"),
     ),
     "probe.can_record": Use(call=probe.can_record, good=lambda _: {"device": "cpu"}),
-    "probe.giving_way": Use(call=probe.giving_way, good=lambda _: {"stop": lambda: None}, check=_entered),
     "probe.bandwidths": Use(
         call=probe.bandwidths, good=lambda case: {"directory": case.disk()},
         check=lambda lanes, _: require(all(lane.bandwidth_bytes_per_s > 0 for lane in lanes), "bandwidths"),

@@ -97,7 +97,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
         names = set(wheel.namelist())
     about = {name for name in names if ".dist-info/" in name}
     libraries = {
-        f"penstock/native/{name}.so" for name in ("indexes", "relational", "remat", "sampling", "sharing", "unified")
+        f"penstock/native/{name}.so"
+        for name in ("indexes", "memory", "relational", "remat", "sampling", "sharing", "unified")
     }
     assert names - about == set().union(*map(source_files, SUFFIXES)) | {"penstock/py.typed"} | libraries
     assert {PurePosixPath(name).name for name in about} == {

@@ -265,7 +265,7 @@ def state_bytes(optimizer: torch.optim.Optimizer, *, separable: bool = False) ->
 def missing_state_bytes(optimizer: torch.optim.Optimizer, *, separable: bool = False) -> int:
     """Return the bytes of state that the optimizer's next step will make, as far as they are known."""
     kind, total = own_class(optimizer), 0
-    made: dict[tuple[int, int, torch.dtype], list[tuple[tuple[int | None, ...], int]]] = {}
+    shapes: dict[tuple[int, int, torch.dtype], list[tuple[tuple[int | None, ...], int]]] = {}
     if kind is None and not separable:
         return 0
     for number, group in enumerate(optimizer.param_groups):
@@ -282,9 +282,9 @@ def missing_state_bytes(optimizer: torch.optim.Optimizer, *, separable: bool = F
                 total += 2 * parameter.nbytes
                 continue
             key = (number, parameter.dim(), parameter.dtype)
-            if key not in made:
-                made[key] = _tensors_made(optimizer, group, parameter.dim(), parameter.dtype)
-            for sides, itemsize in made[key]:
+            if key not in shapes:
+                shapes[key] = _tensors_made(optimizer, group, parameter.dim(), parameter.dtype)
+            for sides, itemsize in shapes[key]:
                 shape = [own if side is None else side for own, side in zip(parameter.shape, sides, strict=True)]
                 total += itemsize * math.prod(shape)
     return total

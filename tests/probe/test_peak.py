@@ -245,19 +245,11 @@ def test_what_the_ledger_holds_at_the_start_counts():
         ledger.charge(-1000)
 
 
-def test_a_running_profiler_is_refused():
-    with (
-        torch.autograd.profiler.profile(profile_memory=True),
-        pytest.raises(RuntimeError, match="profiler is already running"),
-    ):
-        peak_bytes(lambda: None, device="cpu")
-    assert peak_bytes(lambda: block(64), device="cpu").activation_bytes == 64 * KIB
-
-
-def test_measuring_inside_of_measuring_is_refused():
-    with record_memory("cpu") as recording, pytest.raises(RuntimeError, match="two of them break each other"):
-        peak_bytes(lambda: None, device="cpu")
-    assert recording.report.activation_bytes == 0
+def test_measuring_inside_of_measuring_works():
+    with record_memory("cpu") as recording:
+        assert peak_bytes(lambda: block(64), device="cpu").activation_bytes == 64 * KIB
+        block(32)
+    assert recording.report.activation_bytes == 64 * KIB
 
 
 def test_an_error_passes_through_and_leaves_the_meter_usable():
@@ -299,6 +291,7 @@ def test_tensors_that_tracing_left_alive_count_as_what_they_own():
 def test_the_profiler_is_quiet_unless_the_user_set_its_level(level):
     code = (
         "import os, penstock, torch\n"
+        "from penstock.probe import _allocations; _allocations._counter = lambda: None\n"
         "blocks = [torch.ones(1000) for _ in range(3000)]\n"
         "penstock.probe.peak_bytes(blocks.clear)\n"
         "print(os.environ.get('KINETO_LOG_LEVEL'))\n"

@@ -15,8 +15,7 @@ from penstock.advisor._ways import Limits, Way, quiet, ways_for
 from penstock.advisor._whole import training_of_all
 from penstock.advisor._workload import Batch, Loss, Workload
 from penstock.arguments import checked
-from penstock.errors import PenstockError
-from penstock.probe import can_record, peak_bytes
+from penstock.probe import peak_bytes
 from penstock.tiers import Budget, DiskSpec, Footprint, Size
 from penstock.units import format_bytes
 
@@ -68,8 +67,6 @@ def advise(
     if rounds < 1:
         raise ValueError(f"`rounds` must be at least 1, got {rounds}: rounds=5")
     account = _account(budget, host, disk)
-    if not can_record("cpu"):
-        raise PenstockError("a PyTorch profiler is running, so no peak can be measured; call advise outside of it")
     workload = Workload(model, batch, loss, optimizer)
     tell = progress or _say_nothing
     tell("capturing and profiling the step", 0, 1)

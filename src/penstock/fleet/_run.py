@@ -31,7 +31,7 @@ from penstock.fleet._unit_log import UnitRecord
 from penstock.fleet._upkeep import Stopper, Upkeep
 from penstock.fleet._worker import Worker, trains_jobs
 from penstock.links import DISK
-from penstock.probe import bandwidths, can_record, record_memory
+from penstock.probe import bandwidths
 from penstock.tiers import (
     Budget,
     Charges,
@@ -178,9 +178,6 @@ class Fleet:
             self._roster.recall(self.state)
             sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
             self._session.started_s = time.time()
-            if can_record("cpu"):
-                with record_memory("cpu", this_thread_only=True):  # starts the profiler; pilots are other threads
-                    pass
             self._session.taken = stack.pop_all()
         return self
 

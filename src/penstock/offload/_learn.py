@@ -3,8 +3,7 @@
 The first cycle parks everything eligible and is recorded. The planner gets its problem, and later cycles that begin
 with the same storage follow that plan. So each batch shape has its own plan. A cycle that then saves something else is
 recorded anew. A plan that stalls more than predicted is made again with the bandwidths seen since. With a budget, the
-peak is measured until one planned cycle keeps it. A cycle in which somebody else profiles cannot be measured and
-teaches nothing.
+peak is measured until one planned cycle keeps it.
 """
 
 import warnings
@@ -111,8 +110,6 @@ class Learner:
         self._slab_bytes = 0
         """Bytes of host memory that tiers had mapped when the cycle began."""
         self._num_entered = 0
-        self._has_stopped = False
-        """Whether a recording ended with the last cycle."""
 
     def enter(self, device: torch.device) -> None:
         """Note a call of the model. While plans are fitted, also measure what it takes before it saves anything."""
@@ -126,20 +123,8 @@ class Learner:
         if allocator is not None or (can_record(device) and not gate.others_compute):
             self._meter.begin(allocator)
 
-    def begin(
-        self,
-        waterfalls: dict[torch.device, Waterfall],
-        beginning: Beginning,
-        *,
-        has_gradients: bool,
-        is_after_another: bool = False,
-    ) -> Cycle:
-        """Begin a cycle that follows the plan for cycles with this beginning, or is recorded if there is none.
-
-        This is called while an operator runs. If one profiler ends within that operator and another begins, the second
-        one gets the operator's end and writes it where the first one's memory was. So a cycle that comes directly after
-        a recorded one (``is_after_another``) is not recorded.
-        """
+    def begin(self, waterfalls: dict[torch.device, Waterfall], beginning: Beginning, *, has_gradients: bool) -> Cycle:
+        """Begin a cycle that follows the plan for cycles with this beginning, or is recorded if there is none."""
         device, waterfall = next(iter(waterfalls.items()))
         backend = backend_of(device)
         self._is_on_cpu = backend.streams is None
@@ -151,23 +136,15 @@ class Learner:
         if is_fitting and backend.allocator is not None and self._meter.watch is None:
             self._meter.abort()
             self._meter.begin(backend.allocator)
-        # if somebody profiles this cycle, or runs Python code that the profiler would see, the next one is recorded
-        is_recording = self._meter.is_running  # a recording that began with the step
-        is_blind = (
-            is_fitting
-            and not is_recording
-            and (
-                not can_record(device)
-                or (self._is_on_cpu and gate.others_compute)
-                or (is_after_another and self._has_stopped)
-            )
-        )
+        is_measured = is_fitting and (not self._is_on_cpu or can_record(device))
+        # the tensors alive at the start cannot be looked for while other threads compute: the next cycle is recorded
+        is_blind = is_measured and self._is_on_cpu and not self._meter.is_running and gate.others_compute
         if lesson.is_open and not is_blind:
             if backend.streams is None:
                 self._clock = HostClock(waterfall)
             elif self._is_warm:
                 self._clock = DeviceClock(backend.streams, self._meter.watch if is_fitting else None)
-        if is_fitting and self._is_on_cpu and not is_blind and not is_recording:
+        if is_measured and self._is_on_cpu and not is_blind and not self._meter.is_running:
             self._meter.begin(None)
         waterfall.device_changes = [] if is_fitting else None
         self._slab_bytes = _mapped_bytes(waterfall)
@@ -194,7 +171,6 @@ class Learner:
         waterfall = next(iter(waterfalls.values()))
         lesson = self._lesson
         has_plan = lesson.plan is not None
-        self._has_stopped = self._meter.is_running
         if isinstance(self._clock, DeviceClock):
             self._clock.finish()  # all waits of this cycle are then known, and none counts for the next one
         timeline, peak_bytes = self._meter.end(self._clock.memory if isinstance(self._clock, DeviceClock) else ())

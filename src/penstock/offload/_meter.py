@@ -37,7 +37,7 @@ class OthersMeter:
 
     def _before(self) -> None:
         if self._recording is not None and threading.get_ident() != self._thread:
-            self._is_disturbed = True  # the profiler does not see what another thread frees, as in saving
+            self._is_disturbed = True  # what another thread allocates, as in saving, is not in the recording
         self._until.append(time.time())
         if self._watch is not None:
             self._peaks.append(self._watch.peaks().allocated_bytes)

@@ -307,7 +307,7 @@ class Offloader:
         """Return the entry of a storage seen for the first time; ``None`` for weights in another dtype."""
         if self._scope.is_weight_cast(tensor):
             return None
-        is_after_another = self._finish_cycle_if_drained(must_be_used=True)
+        self._finish_cycle_if_drained(must_be_used=True)
         waterfall = self._waterfall(tensor.device)
         seen = SavedTensor(
             module=self._scope.current,
@@ -319,10 +319,7 @@ class Offloader:
         if self._cycle is None:
             has_gradients = any(parameter.grad is not None for parameter in self._model.parameters())
             self._cycle = self._learner.begin(
-                self._waterfalls,
-                (seen.size_bytes, seen.module, self._scope.given),
-                has_gradients=has_gradients,
-                is_after_another=is_after_another,
+                self._waterfalls, (seen.size_bytes, seen.module, self._scope.given), has_gradients=has_gradients
             )
         must_keep = self._rules.keep_reason(seen)
         entry, reason = self._cycle.add(
@@ -359,18 +356,17 @@ class Offloader:
             )
         return self._waterfalls[device]
 
-    def _finish_cycle_if_drained(self, *, must_be_used: bool = False) -> bool:
+    def _finish_cycle_if_drained(self, *, must_be_used: bool = False) -> None:
         """End the cycle once nothing in it waits for backward. A cycle without a backward teaches nothing."""
         cycle = self._cycle
         if cycle is None or not cycle.is_drained or (must_be_used and not cycle.num_needs):
-            return False
+            return
         self._cycle = None
         if not cycle.num_needs:
             self._learner.abort()
-            return False
+            return
         self._num_steps += 1
         self._last = self._learner.finish(cycle, self._waterfalls, self._num_steps)
-        return True
 
 
 class OffloadedModule(nn.Module):

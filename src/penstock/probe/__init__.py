@@ -1,8 +1,7 @@
 """Measuring the memory and time of a step, and the capabilities of this machine.
 
 - `peak_bytes`, `record_memory`, `PeakReport`, `MemoryRecording`: the true peak of a call or a block, on CPU and CUDA.
-  `can_record` says whether it can be measured now; `giving_way` is for recordings that end when others begin;
-  `held_bytes` is what tensors take now.
+  `can_record` says whether recordings may begin and end anywhere; `held_bytes` is what tensors take now.
 - `bandwidths`, `LaneBandwidth`: the bandwidth of each link in each direction, measured and cached for a week.
   `link_rate_bytes_per_s` measures an accelerator's link in a moment.
 - `machine`, `MachineReport`, `MeasuredPlace`, `Feature`: devices, tiers, bandwidths, and what works here or why
@@ -10,7 +9,7 @@
   `gpu_direct_storage` checks one directory.
 - `in_rounds`, `paired_ratio`, `Ratio`: alternatives timed alternately. `provenance`: the hardware and versions of a
   measurement.
-- `ledger`, `Ledger`: bytes that PyTorch's profiler cannot see, charged by the code that holds them.
+- `ledger`, `Ledger`: bytes that the record of this thread does not show, charged by the code that holds them.
 """
 
 from penstock._deprecated import keep_old_names as _keep_old_names
@@ -27,7 +26,6 @@ from penstock.probe._machine import machine as machine
 from penstock.probe._peak import MemoryRecording as MemoryRecording
 from penstock.probe._peak import PeakReport as PeakReport
 from penstock.probe._peak import can_record as can_record
-from penstock.probe._peak import giving_way as giving_way
 from penstock.probe._peak import held_bytes as held_bytes
 from penstock.probe._peak import peak_bytes as peak_bytes
 from penstock.probe._peak import record_memory as record_memory

@@ -1,21 +1,17 @@
 """Measurement of the true peak memory of a step in bytes, on an accelerator and on a CPU.
 
-On an accelerator the allocator counts. On the CPU PyTorch has no counter; the peak is the bytes of tensors alive at the
-start, plus the running sum of what the computing thread allocates and frees as the profiler reports it, plus the ledger
-of memory that the profiler cannot see (`_ledger.py`). The time stamps of both come from the same clock, and their
-changes are merged in that order.
+On an accelerator the allocator counts. On the CPU PyTorch's allocator has no counter; the peak is the bytes of tensors
+alive at the start, plus the running sum of what the computing thread allocates and what is freed (`_allocations.py`),
+plus the ledger of memory that no tensor of this thread holds (`_ledger.py`). The time stamps of both come from the same
+clock, and their changes are merged in that order.
 
-Known limits. The profiler does not report the freeing of memory that was allocated before it started. Such bytes count
-as held to the end, and ``released_bytes`` says how many they are (inside the measured code, zero gradients in place
-instead of dropping them). Memory that a library takes without PyTorch's allocator (oneDNN scratch space, numpy) shows
-only in ``rss_bytes``. Two profilers break each other, so measuring inside a profiled region raises an error.
+Known limits. Memory that a library takes without PyTorch's allocator (oneDNN scratch space, numpy) shows only in
+``rss_bytes``, and what other threads allocate does not count. Blocks from before the start whose tensors Python cannot
+reach count as held to the end; ``released_bytes`` says how many bytes of such tensors were released.
 """
 
-import ctypes
 import gc
 import itertools
-import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,13 +23,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.arguments import checked
 from penstock.devices import Allocator, Backend, backend_of, used_device
+from penstock.probe._allocations import Event, counts, record
 from penstock.probe._ledger import ledger
 from penstock.storages import id_of, storage_of
-
-_SILENT = "6"
-"""A log level of Kineto that is above all of its messages."""
-_ERRORS = 2
-"""PyTorch's log level for errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +65,7 @@ def peak_bytes(function: Callable[[], Any], *, device: torch.device | str | None
     """Call ``function()`` once and report the peak of memory on ``device``.
 
     ``device`` is ``"cpu"`` or an accelerator; by default the current accelerator if this process has used one, else the
-    CPU. Raises ``RuntimeError`` on CPU while a profiler is running, and whatever the function raises.
+    CPU. Raises whatever the function raises.
 
     >>> import torch
     >>> from penstock import probe
@@ -112,12 +104,12 @@ def record_memory(
 
 @checked("penstock.probe.can_record('cpu')")
 def can_record(device: torch.device | str) -> bool:
-    """Return whether ``record_memory`` works on ``device`` now: on the CPU not while a PyTorch profiler runs."""
-    if torch.device(device).type != "cpu":
-        return True
-    if any(thread != threading.get_ident() for thread, _ in _passive):
-        return False  # profilers of several threads break each other, and only the thread that began one can end it
-    return bool(_passive) or not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    """Return whether recordings may begin and end anywhere on ``device``.
+
+    On a CPU that takes the C library of this package. Without it PyTorch's profiler records, of which one can run at a
+    time, and which must not begin or end inside of a step.
+    """
+    return torch.device(device).type != "cpu" or counts()
 
 
 def live_storages(device_type: str = "cpu") -> dict[int, StorageWeakRef]:
@@ -162,22 +154,6 @@ def _tensor_types() -> set[type[torch.Tensor]]:
     return kinds
 
 
-_passive: list[tuple[int, Callable[[], None]]] = []
-"""Our own recordings that give way to others: the thread of each, and the function that ends it."""
-
-
-@contextmanager
-@checked("with penstock.probe.giving_way(stop)")
-def giving_way(stop: Callable[[], None]) -> Iterator[None]:
-    """Let recordings that this thread starts inside the block call ``stop`` first, which must end the current one."""
-    entry = (threading.get_ident(), stop)
-    _passive.append(entry)
-    try:
-        yield
-    finally:
-        _passive[:] = [other for other in _passive if other is not entry]
-
-
 @contextmanager
 def _record_counted(backend: Backend, allocator: Allocator, recording: MemoryRecording) -> Iterator[None]:
     backend.finish()
@@ -202,26 +178,16 @@ def _record_counted(backend: Backend, allocator: Allocator, recording: MemoryRec
 
 @contextmanager
 def _record_cpu(recording: MemoryRecording, this_thread_only: bool) -> Iterator[None]:
-    for thread, stop in tuple(_passive):
-        if thread == threading.get_ident():
-            stop()
-    if not can_record("cpu"):
-        raise RuntimeError(
-            "a PyTorch profiler is already running, and two of them break each other. Measure outside of it: "
-            "penstock.probe.peak_bytes(step)"
-        )
     live = {} if this_thread_only else live_storages()
     alive = {key: _weak_size_bytes(weak) for key, weak in live.items()}
     addresses = {_weak_address(weak): alive[key] for key, weak in live.items()}
     start = 0 if this_thread_only else sum(alive.values()) + ledger.held_bytes
     _reset_peak_rss()
-    with ledger.record() as charges, _quiet_profiler() as profiler:
+    with ledger.record() as charges, record() as events:
         yield
     rss_bytes = _peak_rss_bytes()
-    results = profiler.kineto_results
-    assert results is not None
-    recording.blocks = _blocks(results)
-    changes, freed_bytes = _changes(recording.blocks, addresses)
+    recording.blocks, freed_bytes = _changes(events, addresses)
+    changes = [(time_ns, size_bytes) for time_ns, _, size_bytes in recording.blocks]
     # the sort is stable, so changes of one source at the same nanosecond keep their order
     merged = sorted(changes if this_thread_only else changes + charges, key=lambda change: change[0])
     held = itertools.accumulate((size for _, size in merged), initial=start)
@@ -241,77 +207,23 @@ def _record_cpu(recording: MemoryRecording, this_thread_only: bool) -> Iterator[
     )
 
 
-@contextmanager
-def _quiet_profiler() -> Iterator[torch.autograd.profiler.profile]:
-    """Run a memory profiler that writes nothing to standard error.
+def _changes(events: list[Event], addresses: dict[int, int]) -> tuple[list[Event], int]:
+    """Return the changes in bytes of the blocks that are known, and how many bytes of the start were given back.
 
-    Kineto writes lines with ``USDT``. It reads its log level from the environment when the first profiler of the
-    process starts; a level that the user has set is kept. The allocator writes one line for every thousand freed blocks
-    that were allocated before. It uses PyTorch's own log level.
+    Known are blocks that were taken in this recording, and those at ``addresses``, with their bytes at its start.
     """
-    name, profiler = "KINETO_LOG_LEVEL", torch.autograd.profiler.profile(profile_memory=True)
-    before = os.environ.setdefault(name, _SILENT)
-    with _errors_only():
-        try:
-            profiler.__enter__()
-        finally:
-            if before is _SILENT:
-                del os.environ[name]
-        try:
-            yield profiler
-        except BaseException as error:
-            profiler.__exit__(type(error), error, error.__traceback__)
-            raise
-        else:
-            profiler.__exit__(None, None, None)
-
-
-@contextmanager
-def _errors_only() -> Iterator[None]:
-    """Make PyTorch's C++ code log only errors inside the block, if its library lets us set that."""
-    try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-        level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
-    except (OSError, ValueError):
-        yield
-        return
-    before, level.value = level.value, max(level.value, _ERRORS)
-    try:
-        yield
-    finally:
-        level.value = before
-
-
-def _blocks(results: Any) -> list[tuple[int, int, int]]:  # any: a binding of kineto
-    """Return ``(unix time in ns, address, bytes)`` of the allocator's events, in order."""
-    blocks, nodes = [], list(results.experimental_event_tree())
-    while nodes:
-        node = nodes.pop()
-        nodes += node.children
-        if node.tag == torch._C._profiler._EventType.Allocation:
-            blocks.append((node.start_time_ns, node.typed[1].ptr, node.typed[1].alloc_size))
-    return sorted(blocks, key=lambda block: block[0])
-
-
-def _changes(blocks: list[tuple[int, int, int]], addresses: dict[int, int]) -> tuple[list[tuple[int, int]], int]:
-    """Return ``(unix time in ns, change in bytes)`` of the allocator, and the bytes of the start reported as freed.
-
-    The allocator's table of sizes by address outlives a profiler's session and is not updated between sessions. So a
-    free of a block that was not allocated in this session may carry the size of an earlier block; the size known at the
-    start is used instead.
-    """
-    changes, freed_bytes = [], 0
-    fresh: dict[int, int] = {}
-    for time_ns, address, size_bytes in blocks:
+    blocks, freed_bytes, fresh = list[Event](), 0, dict[int, int]()
+    for time_ns, address, size_bytes in events:
         if size_bytes > 0:
-            fresh[address] = change = size_bytes
+            fresh[address] = size_bytes
+            blocks.append((time_ns, address, size_bytes))
         elif address in fresh:
-            change = -fresh.pop(address)
-        else:
-            change = -addresses.pop(address, 0)
-            freed_bytes -= change
-        changes.append((time_ns, change))
-    return changes, freed_bytes
+            blocks.append((time_ns, address, -fresh.pop(address)))
+        elif address in addresses:
+            given_bytes = addresses.pop(address)
+            freed_bytes += given_bytes
+            blocks.append((time_ns, address, -given_bytes))
+    return blocks, freed_bytes
 
 
 def _weak_address(weak: StorageWeakRef) -> int:

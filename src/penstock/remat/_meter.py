@@ -1,9 +1,6 @@
 """A meter of the peak of single steps, because code outside of planned graphs uses memory that is in no plan.
 
-A step is measured from its call to the optimizer's step, or to the next call, on one thread. On a CPU that needs
-PyTorch's profiler, of which only one can run at a time. So a step is not measured while the user's own profiler runs,
-and ours gives way to `probe`. (The measurement cannot end with backward: autograd then restores the thread's state,
-including a running profiler.)
+A step is measured from its call to the optimizer's step, or to the next call, on one thread.
 """
 
 import contextlib
@@ -14,9 +11,7 @@ from collections.abc import Callable
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from penstock.probe import MemoryRecording, can_record, giving_way, record_memory
-
-_one_at_a_time = threading.Lock()
+from penstock.probe import MemoryRecording, can_record, record_memory
 
 
 class StepMeter:
@@ -28,20 +23,17 @@ class StepMeter:
         self._open: contextlib.ExitStack | None = None
         self._recording: MemoryRecording | None = None
         self._thread = 0
-        """The thread whose step is measured. A profiler must end in the thread where it began."""
+        """The thread whose step is measured."""
 
     def begin(self, device: torch.device) -> bool:
-        """Start to measure, unless another step is being measured. Return ``False`` while another profiler runs."""
+        """Start to measure. Return ``False`` where that is not possible, on a CPU without compiled libraries."""
         self.cancel()
         if not can_record(device):
             return False
-        if _one_at_a_time.acquire(blocking=False):
-            held = weakref.ref(self)  # what is registered below must not keep the step alive
-            self._thread, self._open = threading.get_ident(), contextlib.ExitStack()
-            self._open.callback(_one_at_a_time.release)
-            self._recording = self._open.enter_context(record_memory(device))
-            self._open.enter_context(giving_way(lambda: _of(held, StepMeter.cancel)))
-            self._open.callback(register_optimizer_step_pre_hook(lambda *_: _of(held, StepMeter.end)).remove)
+        held = weakref.ref(self)  # what is registered below must not keep the step alive
+        self._thread, self._open = threading.get_ident(), contextlib.ExitStack()
+        self._recording = self._open.enter_context(record_memory(device))
+        self._open.callback(register_optimizer_step_pre_hook(lambda *_: _of(held, StepMeter.end)).remove)
         return True
 
     def end(self) -> None:

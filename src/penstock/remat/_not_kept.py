@@ -78,8 +78,8 @@ class NotKept:
         self._say(
             "profiled",
             f"the part of this step that runs eagerly saves {format_bytes(rest_bytes)}, which is counted. The "
-            "temporary memory of its operators could not be measured because a profiler of PyTorch was running, so the "
-            "budget may be exceeded. Run a few steps without the profiler",
+            "temporary memory of its operators cannot be measured without a C compiler, so the budget may be "
+            "exceeded: apt-get install gcc",
         )
 
     def under_transforms(self) -> None:

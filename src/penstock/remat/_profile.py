@@ -158,7 +158,7 @@ def _runnable(call: fx.Node, filler: int) -> Callable[[], Any]:
 def _workspaces(runs: dict[Any, _Run]) -> dict[Any, int]:
     """Return the bytes that each operator takes at its peak in addition to its results.
 
-    They are 0 while another profiler runs.
+    They are 0 on a CPU without compiled libraries.
     """
     sizes: dict[Any, int] = dict.fromkeys(runs, 0)
     on_cpu: list[Any] = []

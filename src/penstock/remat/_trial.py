@@ -67,7 +67,7 @@ class CompiledPlan:
 
     def _measure(self, arguments: list[Any]) -> None:
         if not probe.can_record(self._device):
-            return  # another profiler runs: the next step will be tried
+            return  # nothing says what it takes
         try:
             with generators_held(), random_forked([self._device]), _accumulate.discarding():
                 self._step(arguments)  # libraries make their one-time allocations here
