@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from penstock.storages import storage_id
 
@@ -105,7 +106,7 @@ def refuse_inseparable(optimizer: torch.optim.Optimizer, call: str) -> None:
     if inner is not None:
         raise TypeError(f"{name} has another optimizer inside ({inner}), so separable=True does not hold: {call}")
     for group in optimizer.param_groups:
-        kinds = {(parameter.dtype, parameter.dim()) for parameter in group["params"]}
+        kinds = {(parameter.dtype, parameter.dim()) for parameter in group["params"] if not is_lazy(parameter)}
         for dtype, num_dims in sorted(kinds, key=str):
             reason = _difference(optimizer, group, dtype, num_dims)
             if reason:
@@ -269,7 +270,7 @@ def missing_state_bytes(optimizer: torch.optim.Optimizer, *, separable: bool = F
     if kind is None and not separable:
         return 0
     for number, group in enumerate(optimizer.param_groups):
-        trained = [parameter for parameter in group["params"] if parameter.requires_grad]
+        trained = [own for own in group["params"] if own.requires_grad and not is_lazy(own)]
         if kind is torch.optim.LBFGS:  # per iteration a direction and a difference of gradients, up to its history
             own: State = next(iter(optimizer.state.values()), {})
             num_new = min(group["max_iter"], group["history_size"] - len(own.get("old_dirs") or ()))

@@ -25,3 +25,11 @@ def is_gone(weak: StorageWeakRef) -> bool:
 def storage_of(weak: StorageWeakRef) -> torch.UntypedStorage | None:
     """Return the storage that a weak reference is to, or None if it is gone."""
     return torch.UntypedStorage._new_with_weak_ptr(weak.cdata)  # type: ignore[attr-defined, no-any-return]
+
+
+def has_bytes(storage: torch.UntypedStorage) -> bool:
+    """Return whether a storage has memory. Those of forward mode's zeros and of transforms' wrappers have none."""
+    try:
+        return bool(storage.data_ptr())
+    except RuntimeError:
+        return False

@@ -23,6 +23,7 @@ from training_loops import (
 from penstock.offload import _updates, parameters
 
 
+@pytest.mark.filterwarnings("ignore:Lion is not PyTorch's own")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(make_training, name):
     torch.manual_seed(0)
@@ -206,7 +207,8 @@ def test_small_parameters_are_updated_together(make_training, monkeypatch, in_ba
         calls.clear()
         with ours:
             loss_of(model, batches()[0]).backward()
-            assert all(parameter.grad is None for parameter in model.parameters()) is in_backward
+            used = [parameter.grad.untyped_storage().nbytes() < parameter.nbytes for parameter in model.parameters()]
+            assert used.count(True) == (len(used) - small) * in_backward
             ours.optimizer.step()
             ours.optimizer.zero_grad()
         assert calls.count(small) == 1
@@ -379,5 +381,5 @@ def test_a_weight_that_was_updated_cannot_be_used_by_an_older_graph(make_trainin
 def test_a_second_backward_before_the_step_breaks_the_promise(make_training):
     model = Transformer(num_blocks=1)
     ours = make_training(model, OPTIMIZERS["adamw"](model), "1GiB", update_in_backward=True)
-    with pytest.raises(RuntimeError, match="got a second gradient in one step"), ours:
+    with pytest.raises(RuntimeError, match="is used between backward and optimizer.step"), ours:
         (loss_of(model, batches()[0]).backward(), loss_of(model, batches()[1]).backward())

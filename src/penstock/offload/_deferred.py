@@ -10,6 +10,35 @@ from penstock.offload._page import Page
 from penstock.stepping import State
 
 
+class DueState(dict[str, Any]):  # any: see `State`
+    """The entry of an optimizer's state while the update that fills it is due: whoever looks into it has it done."""
+
+    due: Callable[[], None] | None = None
+    """The update; ``None`` before it is known and once it is done or dropped."""
+
+    def __reduce__(self) -> tuple[type, tuple[State]]:
+        return dict, (dict(self.items()),)
+
+
+def _filled_first(name: str) -> Callable[..., Any]:
+    own = getattr(dict, name)
+
+    def method(self: DueState, *args: Any) -> Any:
+        due, self.due = self.due, None
+        if due is not None:
+            due()
+        return own(self, *args)
+
+    return method
+
+
+for _name in (
+    *("__getitem__", "__contains__", "__iter__", "__len__", "__eq__", "__repr__", "__or__", "__ror__"),
+    *("get", "setdefault", "pop", "popitem", "keys", "values", "items", "copy"),
+):
+    setattr(DueState, _name, _filled_first(_name))
+
+
 class Deferred:
     """An update that is due, and is done when somebody uses one of its tensors.
 
@@ -25,17 +54,40 @@ class Deferred:
         state: State,
         settings: list[dict[str, Any]],
         pages: list[Page],
+        due: dict[int, Callable[[], None]],
     ):
-        self._update, self._broken = update, broken
+        self._update, self._broken, self._due = update, broken, due
         self.parameter, self.gradient, self.pages = parameter, gradient, pages
         self._data, self.settings = parameter.data, settings
         self.live, self.state = state, dict(state)
         """The optimizer's entry, and a copy of it as it is now, in case the entry changes before the update is done."""
+        self._small = [
+            id_or_zero(value)
+            for value in state.values()
+            if isinstance(value, torch.Tensor) and value.nbytes < SMALL_BYTES
+        ]
+        """Storages of small states, such as ``step``, which somebody may look at too."""
+
+    def put_off(self) -> None:
+        """Let the update be done before anybody works on one of its tensors."""
+        for page in self.pages:
+            page.pending = self
+        self._due.update(dict.fromkeys(self._small, self))
+        if isinstance(self.live, DueState):
+            self.live.due = self
+
+    def drop(self) -> None:
+        """Do not wait for anybody any more."""
+        for page in self.pages:
+            page.pending = None
+        for identity in self._small:
+            self._due.pop(identity, None)
+        if isinstance(self.live, DueState):
+            self.live.due = None
 
     def __call__(self) -> None:
         parameter = self.parameter
-        for page in self.pages:
-            page.pending = None
+        self.drop()
         calm = torch.inference_mode(False), torch.no_grad(), torch.autocast(parameter.device.type, enabled=False)
         with calm[0], calm[1], calm[2]:
             before = parameter.grad, parameter.data
@@ -49,8 +101,7 @@ class Deferred:
             except BaseException:
                 if self._num_writes() == num_writes:  # the failure came before weight and states were changed
                     _put_back(self.state, numbers)
-                    for page in self.pages:
-                        page.pending = self
+                    self.put_off()
                 else:
                     self._broken()
                 raise

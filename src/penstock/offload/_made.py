@@ -1,5 +1,6 @@
 """The beginning of a training: tiers, device, model and optimizer, from the arguments of `training`."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Literal
 
@@ -8,10 +9,10 @@ from torch import nn
 
 from penstock.arguments import must_be
 from penstock.devices import backend_of, used_device
-from penstock.errors import BudgetError
+from penstock.errors import BudgetError, PenstockWarning
 from penstock.offload._account import account_of
 from penstock.offload._taken import nbytes_of
-from penstock.stepping import state_bytes, why_whole
+from penstock.stepping import own_class, refuse_inseparable, state_bytes, why_whole
 from penstock.tiers import Budget, DiskSpec, Size, Waterfall
 from penstock.units import format_bytes
 
@@ -54,8 +55,6 @@ def made(
     model: nn.Module | Callable[[], nn.Module],
     optimizer: torch.optim.Optimizer | Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer],
     device: torch.device,
-    *,
-    updates_on_host: bool,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return the model and the optimizer, and call those that were given as functions.
 
@@ -74,14 +73,38 @@ def made(
         optimizer = optimizer(model.parameters())
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"`optimizer` must return a torch optimizer, got {type(optimizer).__name__}: {CALL}")
-    if why_whole(optimizer).startswith("L-BFGS"):
-        raise TypeError(f"L-BFGS looks at all parameters at once and cannot update them in parts; use AdamW: {CALL}")
-    if updates_on_host and any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups):
+    return model, optimizer
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, *, separable: bool, asked: str, on_host: bool) -> None:
+    """Raise for an optimizer that cannot do what is ``asked`` of it, and say once if its own step has to run whole.
+
+    ``separable`` is the user's word, which is tried. Raises ``TypeError`` if that does not hold, and ``ValueError`` for
+    the rest.
+    """
+    is_own = own_class(optimizer) is not None
+    if separable and not is_own:
+        refuse_inseparable(optimizer, CALL)
+    reason, name = why_whole(optimizer, separable=separable), type(optimizer).__name__
+    if asked and (reason or (on_host and not is_own)):
+        why = reason or f"{name} is not PyTorch's own"
+        raise ValueError(
+            f"{asked} is for optimizers of PyTorch that update each parameter by itself, such as AdamW: {why}. Leave "
+            f"it out: {CALL}"
+        )
+    if on_host and any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups):
         raise ValueError(
             "fused and capturable optimizers keep numbers on the device, which an update on the host cannot "
             f"use: make one without these options, as AdamW(parameters, lr=1e-4), or leave out update=: {CALL}"
         )
-    return model, optimizer
+    if reason and not is_own:
+        warnings.warn(
+            f"{reason}. Its own step runs whole, and fetches what it reads; results are those without Penstock. If it "
+            f"updates each parameter from that parameter, its gradient, state and group alone, separable=True moves "
+            "less",
+            PenstockWarning,
+            stacklevel=6,
+        )
 
 
 def move(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -100,13 +123,13 @@ def move(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.devic
 
 
 def refuse_too_much(
-    model: nn.Module, optimizer: torch.optim.Optimizer, device_bytes: int, waterfall: Waterfall
+    model: nn.Module, optimizer: torch.optim.Optimizer, device_bytes: int, waterfall: Waterfall, *, separable: bool
 ) -> None:
     """Raise ``BudgetError`` if parameters, gradients and states do not fit into all tiers together."""
     own = sum(map(nbytes_of, model.parameters()))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     trained_bytes = sum(map(nbytes_of, trained))
-    states = state_bytes(optimizer)
+    states = state_bytes(optimizer, separable=separable)
     below = sum(tier.capacity_bytes - tier.used_bytes for tier in waterfall.tiers)
     if own + trained_bytes + states > device_bytes + below:
         raise BudgetError(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from penstock.errors import BudgetError
-from penstock.offload._made import Update, made, move, refuse_too_much
+from penstock.offload._made import Update, check_optimizer, made, move, refuse_too_much
 from penstock.offload._on_host import HostUpdates
 from penstock.offload._operators import id_or_zero
 from penstock.offload._pages import Pages
@@ -35,9 +35,10 @@ class Managed:
     taken: Taken
     updates: Updates
 
-    def __init__(self, account: Budget, device: torch.device, *, updates_in_backward: bool):
+    def __init__(self, account: Budget, device: torch.device, *, updates_in_backward: bool, separable: bool):
         assert account.device_bytes is not None
         self.device, self.updates_in_backward = device, updates_in_backward
+        self._separable = separable
         waterfall = waterfall_for(device, account)
         self.pages = Pages(waterfall, account.device_bytes, device)
         self.watch = PageWatch(self.pages, device)
@@ -63,16 +64,32 @@ class Managed:
         course, casts = self.pages.course, self.watch.casts
         course.others_bytes = held_bytes(self.device)
         with self.step():
-            self.model, self.optimizer = made(model, optimizer, self.device, updates_on_host=update == "host")
+            self.model, self.optimizer = made(model, optimizer, self.device)
+        in_parts_only = "update_in_backward=True" if self.updates_in_backward else f"update={update!r}"
+        check_optimizer(
+            self.optimizer,
+            separable=self._separable,
+            asked="" if update == "device" and not self.updates_in_backward else in_parts_only,
+            on_host=update != "device",
+        )
         with self.step():
             move(self.model, self.optimizer, self.device)
         self.taken = Taken(self.pages, self.model, self.device)
-        refuse_too_much(self.model, self.optimizer, course.budget_bytes, self.pages.copies.waterfall)
+        refuse_too_much(
+            self.model, self.optimizer, course.budget_bytes, self.pages.copies.waterfall, separable=self._separable
+        )
         casts.name, casts.updates_on_host = self.taken.name, update == "host"
         on_host = None
         if update != "device":
             on_host = HostUpdates(self.optimizer, self.pages, casts, last_first=self.updates_in_backward)
-        self.updates = Updates(self.optimizer, self.pages, self.taken, on_host, is_measured=update == "auto")
+        self.updates = Updates(
+            self.optimizer,
+            self.pages,
+            self.taken,
+            on_host,
+            is_measured=update == "auto",
+            separable=self._separable,
+        )
         self._take_over()
         self.pages.flush()
         course.others_bytes = held_bytes(self.device)
@@ -92,6 +109,8 @@ class Managed:
         self.taken.parameters()
         self.taken.states(self.optimizer)
         self._undo.callback(self.updates.begin())
+        if self.updates.why_whole:
+            return  # nothing is put off, and its states are looked for before every step and after each of its own
         hooks: tuple[Any, ...] = (  # any: PyTorch's handles
             self.optimizer.register_state_dict_pre_hook(lambda *_: do_all_pending(self.pages)),
             self.optimizer.register_load_state_dict_pre_hook(lambda *_: do_all_pending(self.pages)),

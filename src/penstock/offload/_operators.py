@@ -90,6 +90,8 @@ def _derived(func: Any) -> Effect:
         writes=frozenset(writes),
         overwrites=name in _OVERWRITE or name == "_foreach_zero_",
         is_of_lists=name.startswith(("_foreach_", "_amp_foreach_", "_fused_"))
+        and str(schema.arguments[0].type) == "List[Tensor]"  # not so _fused_dropout, _fused_rms_norm, QAT's observers
+        and len(schema.returns) <= 1  # _fused_adam returns several lists
         and (not name.startswith("_foreach_addc") or schema.overload_name != "Tensor"),  # one tensor has all scalars
         makes_new=name not in _VIEWS and any(declared.alias_info is None for declared in schema.returns),
     )
@@ -103,12 +105,27 @@ def new_storages(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
     large = [
         tensor
         for tensor in results
-        if type(tensor) in PLAIN and tensor.nbytes >= SMALL_BYTES and tensor.layout is torch.strided
+        if type(tensor) in PLAIN and tensor.layout is torch.strided and tensor.nbytes >= SMALL_BYTES
     ]
     if not large:
         return ()
     read = {id_or_zero(tensor) for value in (*args, *kwargs.values()) for tensor in _tensors(value)}
     return [tensor for tensor in large if id_or_zero(tensor) not in read]
+
+
+def parts_of_sparse(result: Any) -> Sequence[torch.Tensor]:  # any: what an operator returns
+    """Return the tensors that the sparse tensors in an operator's result are made of."""
+    return [part for tensor in _tensors(result) if tensor.layout is not torch.strided for part in _parts(tensor)]
+
+
+def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
 
 
 def touches(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], find: Find) -> Touched:

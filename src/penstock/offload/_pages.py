@@ -50,6 +50,8 @@ class Pages:
         self.find = self.register.find
         """Return the page of a storage, by the storage's identity."""
         self.timeline = Timeline()
+        self.before_use: Callable[[Sequence[Page]], None] | None = None
+        """A function that refuses some uses of pages, with the pages of an operator."""
         self.before_need: Callable[[], None] | None = None
         self.after_need: Callable[[bool], None] | None = None
         """Callbacks of a measurement before and after pages move for an operator (the latter: whether it is noted)."""

@@ -1,7 +1,7 @@
 """Which storages are pages, and under which keys."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,18 +19,27 @@ class Register:
         """Pages that stay on the device, whatever the budget is."""
         self.num_changes = 0
         """Counts every time that a storage becomes a page or stops being one."""
-        self._by_storage: dict[int, Page] = {}
-        self.find = self._by_storage.get
-        """Return the page of a living storage, by the storage's identity.
-
-        No other storage has the identity of a dead page's, as long as that page is not dropped: the page's weak
-        reference keeps it taken.
+        self.due: dict[int, Callable[[], None]] = {}
+        """By storages that are no pages, what is to be called before anybody works on them. Whoever adds one keeps the
+        storage alive.
         """
+        self._by_storage: dict[int, Page] = {}
         self._by_key: dict[int, Page] = {}
         self._last: dict[int, Page] = {}
         """The last page of each key, also if it is dead."""
         self._left_alone: dict[int, StorageWeakRef] = {}
         self._keys = _Keys()
+
+    def find(self, identity: int) -> Page | None:
+        """Return the page of a living storage, by the storage's identity.
+
+        No other storage has the identity of a dead page's, as long as that page is not dropped: the page's weak
+        reference keeps it taken. If something is `due` on a storage that is no page, it is done.
+        """
+        page = self._by_storage.get(identity)
+        if page is None and identity in self.due:
+            self.due[identity]()
+        return page
 
     def add(
         self, storage: torch.UntypedStorage, kind: PageKind, name: Any, place: Any

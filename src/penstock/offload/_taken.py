@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from penstock.offload._operators import SMALL_BYTES, id_or_zero
 from penstock.offload._page import PageKind
 from penstock.offload._pages import Pages
-from penstock.stepping import State
+from penstock.stepping import tensors_in
 from penstock.storages import id_of
 
 
@@ -31,6 +32,8 @@ class Taken:
 
     def parameters(self) -> None:
         for parameter in self._model.parameters():
+            if is_lazy(parameter):
+                continue  # its first forward gives it bytes, and the next step finds them
             self._take_over_parts(parameter, self.name(parameter))
             page = self._pages.find(id_or_zero(parameter))
             if page is None:
@@ -79,16 +82,23 @@ class Taken:
             self._adopt(gradient, PageKind.GRADIENT, f"gradient of {self.name(parameter)}")
 
     def states(self, optimizer: torch.optim.Optimizer) -> None:
-        for parameter, state in optimizer.state.items():
+        for parameter, state in list(optimizer.state.items()):
             self.state(parameter, state)
             self._pages.trim()
 
-    def state(self, parameter: torch.Tensor, state: State) -> None:
-        for field, value in state.items():
-            if isinstance(value, torch.Tensor):
-                if self._may_move(value) and not value.untyped_storage().resizable():  # memory of a file or of NumPy
-                    state[field] = value = value.clone()
-                self._adopt(value, PageKind.STATE, f"{field} of {self.name(parameter)}")
+    def state(self, parameter: Any, state: Any) -> None:  # any: optimizers of others keep what they like
+        """Make pages of the tensors in a state, also of those in lists, mappings and objects."""
+        name = self.name(parameter) if isinstance(parameter, torch.Tensor) else str(parameter)
+        if isinstance(state, dict):
+            for field, value in list(state.items()):
+                is_large = isinstance(value, torch.Tensor) and self._may_move(value)
+                if is_large and not value.untyped_storage().resizable():  # memory of a file or of NumPy
+                    state[field] = value.clone()
+                for tensor in tensors_in(state[field]):
+                    self._adopt(tensor, PageKind.STATE, f"{field} of {name}")
+        else:
+            for tensor in tensors_in(state):
+                self._adopt(tensor, PageKind.STATE, f"state of {name}")
 
     def _adopt(self, tensor: torch.Tensor, kind: PageKind, name: str) -> None:
         page = self._pages.find(id_or_zero(tensor))
@@ -123,7 +133,9 @@ def parts_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def nbytes_of(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor, or of the tensors that it is made of."""
-    return sum(map(nbytes_of, parts_of(tensor).values())) if _is_wrapper(tensor) else tensor.nbytes
+    if _is_wrapper(tensor):
+        return sum(map(nbytes_of, parts_of(tensor).values()))
+    return 0 if is_lazy(tensor) or tensor.layout is not torch.strided else tensor.nbytes
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:

@@ -38,6 +38,7 @@ def training(
     device: str | torch.device | None = None,
     update_in_backward: bool = False,
     update: Update = "device",
+    separable: bool = False,
 ) -> "Training":
     """Train a model whose parameters, gradients and optimizer state exceed the device, in your own loop.
 
@@ -59,9 +60,10 @@ def training(
         model: on the device, or on the CPU to be trained there; its parameters are taken over at once. Or a function
             that makes it: then parameters leave while it runs, and the whole model is never on the device. Afterwards
             the model is ``training.model``.
-        optimizer: any of PyTorch's but L-BFGS, or your own, if it updates a parameter from that parameter, its
-            gradient, its state and its group alone. It steps one parameter after the other. Or a function that makes it
-            from the parameters. Afterwards the optimizer is ``training.optimizer``.
+        optimizer: PyTorch's own step one parameter after the other, except L-BFGS and SparseAdam. These, and every
+            optimizer that is not PyTorch's, run their own ``step`` as it is: most read one parameter after the other,
+            so that they take no more memory. Or a function that makes it from the parameters. Afterwards the optimizer
+            is ``training.optimizer``.
         budget: the true peak of the device in every step but the first of its kind, which is measured: bytes, a text
             such as ``"22GiB"``, or a `penstock.tiers.Budget`, which names all tiers.
         host: bytes of host memory to use below an accelerator.
@@ -69,14 +71,19 @@ def training(
         device: where to train. By default it is where the model is, or, if a function makes the model, the accelerator
             that this process uses, else the CPU. A model that is elsewhere is moved there one parameter at a time.
         update_in_backward: update each parameter as soon as its gradient is complete, so that gradients never leave the
-            device. With this you promise one backward per step, followed by ``optimizer.step()``, without clipping,
-            scaling or accumulation. Then results are the same.
+            device. With this you promise one backward per step, followed by ``optimizer.step()`` and ``zero_grad()``,
+            without clipping, scaling or accumulation. Then results are the same. A use of a gradient or of an updated
+            parameter that would break the promise raises ``RuntimeError``. For PyTorch's own and separable optimizers.
         update: which processor computes the optimizer's updates. ``"host"``: the host does, in a thread of its own, for
             parameters of an accelerator whose weight, gradient and states are in host memory. States then never cross
             the link, which carries 12 bytes per parameter and step instead of 36 (AdamW, float32, nothing resident).
             Under autocast it carries 6, since weights and gradients travel in half precision, for 2 more bytes of host
             memory. Another processor rounds differently, so that results agree with plain PyTorch within rounding, not
-            bit for bit. ``"auto"``: the host where it is faster, as measured in the first steps.
+            bit for bit. ``"auto"``: the host where it is faster, as measured in the first steps. For optimizers of
+            PyTorch's own.
+        separable: your word that an optimizer which is not PyTorch's updates each parameter from that parameter, its
+            gradient, its state and its group alone, and changes nothing else in ``step``. Then it steps one parameter
+            after the other, as PyTorch's own do. The word is tried on small stand-ins.
 
     Raises ``TypeError`` and ``ValueError`` for arguments that cannot be used, ``FileNotFoundError`` or
     ``PermissionError`` for a directory that cannot be used, and ``BudgetError`` if tiers have no room for parameters,
@@ -85,7 +92,15 @@ def training(
     stays on the device, you get one warning (`TierDegradedWarning`), and the step goes on.
     """
     account, where = places(model, optimizer, budget, host, disk, device, update)
-    return Training(model, optimizer, account, where, update_in_backward=update_in_backward, update=update)
+    return Training(
+        model,
+        optimizer,
+        account,
+        where,
+        update_in_backward=update_in_backward,
+        update=update,
+        separable=separable,
+    )
 
 
 @checked(_CALL_PARAMETERS)
@@ -99,6 +114,7 @@ def parameters(
     device: str | torch.device | None = None,
     update_in_backward: bool = False,
     update: Update = "device",
+    separable: bool = False,
 ) -> "Training":
     """Train as `training` does, but leave activations on the device, or to checkpointing or `activations`.
 
@@ -113,6 +129,7 @@ def parameters(
         where,
         update_in_backward=update_in_backward,
         update=update,
+        separable=separable,
         moves_activations=False,
     )
 
@@ -137,12 +154,13 @@ class Training:
         *,
         update_in_backward: bool,
         update: Update,
+        separable: bool,
         moves_activations: bool = True,
     ):
         self.disks = tuple(account.disk_bytes)
         """Directories of the disk tiers."""
         self._thread = threading.get_ident()
-        self._managed = Managed(account, device, updates_in_backward=update_in_backward)
+        self._managed = Managed(account, device, updates_in_backward=update_in_backward, separable=separable)
         self._pages = self._managed.pages
         self._progress = TrainingProgress(self._pages.copies)
         self._meter: OthersMeter | None = None
@@ -173,6 +191,8 @@ class Training:
         if self._managed.updates_in_backward and self._progress.num_steps <= 1:
             _refuse_parallel(self.model)
         self._managed.taken.parameters()  # some may be new or have new storages
+        if self._managed.updates.why_whole:
+            self._managed.taken.states(self.optimizer)  # made by other methods than `step`, or replaced
         self._pages.begin_step()
         self._managed.watch.norms.begin_step()
         self._managed.watch.casts.begin_step()

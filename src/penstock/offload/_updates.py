@@ -1,6 +1,12 @@
-"""Optimizer steps on parameters, gradients and states that are pages: one parameter at a time, and put off."""
+"""Optimizer steps on parameters, gradients and states that are pages.
+
+PyTorch's own optimizers step one parameter after the other, and an update is put off until somebody uses what it
+changes. Optimizers that the user declares separable step one parameter after the other, at once. All others run their
+own ``step``, whole, at its time, on pages that are fetched as it reads them (`penstock.stepping`).
+"""
 
 import contextlib
+import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,13 +14,14 @@ from typing import Any
 import torch
 
 from penstock.host_stepping import settings_of
-from penstock.offload._deferred import Deferred
+from penstock.offload._deferred import Deferred, DueState
 from penstock.offload._on_host import HostUpdates, merge
 from penstock.offload._operators import PLAIN, SMALL_BYTES, id_or_zero
+from penstock.offload._page import Page
 from penstock.offload._pages import Pages
 from penstock.offload._past import do_pending
 from penstock.offload._taken import Taken
-from penstock.stepping import State, step_part
+from penstock.stepping import State, own_class, step_part, why_whole
 
 _SMALL_SHARE = 256
 """Divisor of the budget that gives how many bytes of small parameters are updated together."""
@@ -33,8 +40,13 @@ class Updates:
         on_host: HostUpdates | None,
         *,
         is_measured: bool,
+        separable: bool,
     ):
         self._optimizer, self._pages, self._taken = optimizer, pages, taken
+        self.why_whole = why_whole(optimizer, separable=separable)
+        """Why the optimizer's own step runs whole; ``""`` if parameters are updated one after the other."""
+        self._may_defer = own_class(optimizer) is not None
+        """Whether an update may be put off, as nothing else happens in the step."""
         self._host = on_host
         """The updates on the host; ``None`` if the device does all."""
         self._is_undecided = is_measured
@@ -46,18 +58,34 @@ class Updates:
         self._small: list[torch.Tensor] = []
         """Parameters whose gradients this backward has completed, and whose updates wait for its end."""
         self._updated: set[int] = set()
-        """Parameters that this backward has updated."""
+        self._updated_storages: set[int] = set()
+        """Parameters that this backward has updated, and their storages."""
+        self._promised: list[dict[str, Any]] = []
+        """Settings of the groups at the first update in backward of this step."""
+        self._used: dict[int, torch.Tensor] = {}
+        """By parameter, the stand-in of a gradient that its update in backward has used."""
 
     def begin(self) -> Callable[[], None]:
         """Replace ``optimizer.step``; return a function that restores it."""
         optimizer, own = self._optimizer, self._optimizer.__dict__.get("step")
-        inner = self._step
+        step: Any
+        if self.why_whole:
+            run, whole = optimizer.step, self._whole
 
-        def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            del self
-            return inner(closure)
+            @functools.wraps(run)
+            def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+                del self
+                return whole(run, args, kwargs)
 
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler that was here before warns otherwise
+        else:
+            inner = self._step
+
+            @torch.optim.Optimizer.profile_hook_step  # type: ignore[attr-defined]  # runs hooks once, around all parts
+            def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+                del self
+                return inner(closure)
+
+            step._wrapped_by_lr_sched = True  # a scheduler that was here before warns otherwise
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
         def give_back() -> None:
@@ -68,14 +96,20 @@ class Updates:
 
         return give_back
 
+    def _whole(self, run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run the optimizer's own step as it is. What it makes are pages like the results of any operator."""
+        try:
+            return run(*args, **kwargs)
+        finally:
+            self._taken.states(self._optimizer)
+
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         """Do the optimizer's step, one parameter after the other."""
         loss, optimizer = None, self._optimizer
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for hook in list(optimizer._optimizer_step_pre_hooks.values()):
-            hook(optimizer, (), {})
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler would warn that no step came before
         for page in list(self._pages):
             is_of_this_step = page.on_host is not None and id(page.on_host.parameter) in self._updated
             if page.pending is not None and not is_of_this_step:  # a weight that nobody has used since the last step
@@ -87,24 +121,43 @@ class Updates:
                 self._host.casts.updates_on_host = is_faster
                 self._host = self._host if is_faster else None
         settings = settings_of(self._optimizer)
+        self._refuse_broken_promise(settings)
         is_scaled = (
             getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
         )
         small: list[torch.Tensor] = []
+        waiting = set(map(id, self._small))  # if an error has kept the end of backward from updating them
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is None:
+                if parameter.grad is None or id(parameter) in self._updated - waiting:
                     continue
                 if not is_scaled and self._is_small(parameter):
                     small.append(parameter)
                 elif is_scaled or not self._defer(parameter, settings):
                     self._update_now(parameter)
         self._update_together(small)
-        self._updated.clear()
-        self._small.clear()
-        for hook in list(optimizer._optimizer_step_post_hooks.values()):
-            hook(optimizer, (), {})
+        self._forget_updated()
         return loss
+
+    def _forget_updated(self) -> None:
+        self._updated.clear()
+        self._updated_storages.clear()
+        self._small.clear()
+        self._pages.before_use = None
+
+    def _refuse_broken_promise(self, settings: list[dict[str, Any]]) -> None:
+        """Raise ``RuntimeError`` if a setting has changed since the updates in backward, which took the old one."""
+        before, self._promised, self._pages.before_use = self._promised, [], None
+        if not self._updated:
+            return
+        for old, new in zip(before, settings, strict=True):
+            for key, value in new.items():
+                if key != "params" and key in old and bool(torch.as_tensor(value != old[key]).any()):
+                    raise RuntimeError(
+                        f"{key!r} of an optimizer's group was changed from {old[key]} to {value} between backward and "
+                        "optimizer.step(). update_in_backward=True has used the old one already: change it after "
+                        "step(), or leave update_in_backward out, and continue from the last checkpoint"
+                    )
 
     def _defer(self, parameter: torch.Tensor, settings: list[dict[str, Any]], *, to_host_alone: bool = False) -> bool:
         """Put off the update until somebody uses the weight, its gradient or its state, since forward fetches it
@@ -116,12 +169,16 @@ class Updates:
         own = None if gradient is None else self._pages.find(id_or_zero(gradient))
         if gradient is None or page is None or own is None:  # nobody would notice when somebody uses it
             return False
-        state = self._optimizer.state.setdefault(parameter, {})  # in the order of parameters, as in any step
+        if not self._may_defer:
+            return False
+        states = self._optimizer.state
+        state = states.setdefault(parameter, DueState())  # in the order of parameters, as in any step
         of_state = (self._pages.find(id_or_zero(value)) for value in state.values() if isinstance(value, torch.Tensor))
         pages = [page, own, *(page for page in of_state if page is not None)]
         if any(page.pending is not None for page in pages):  # several parameters share memory
             return False
-        update = Deferred(self._update, self._note_broken, parameter, gradient, state, settings, pages)
+        due = self._pages.register.due
+        update = Deferred(self._update, self._note_broken, parameter, gradient, state, settings, pages, due)
         torch.autograd.graph.increment_version(parameter)
         if (
             self._host is not None
@@ -132,8 +189,7 @@ class Updates:
             return True
         if to_host_alone:
             return False
-        for page in pages:
-            page.pending = update
+        update.put_off()
         return True
 
     def _update(
@@ -150,6 +206,8 @@ class Updates:
         if self._optimizer.state.get(parameter) is not live:
             return  # it has a new entry by now
         merge(live, before, after)
+        if isinstance(live, DueState):
+            live = self._optimizer.state[parameter] = dict(live)
         self._taken.state(parameter, live)
         if not live:
             self._stateless.add(id(parameter))
@@ -164,7 +222,10 @@ class Updates:
         tensors = [value for value in (parameter, parameter.grad, *state.values()) if isinstance(value, torch.Tensor)]
         pairs = [(tensor, self._pages.find(id_or_zero(tensor))) for tensor in tensors]
         pages = list(dict.fromkeys(page for _, page in pairs if page is not None))
-        is_known = len(pages) > 2 and all(page is not None or tensor.nbytes < SMALL_BYTES for tensor, page in pairs)
+        is_known = len(pages) > 2 and all(
+            page is not None or (tensor.layout is torch.strided and tensor.nbytes < SMALL_BYTES)
+            for tensor, page in pairs
+        )
         if not is_known or _AT_ONCE * sum(page.size_bytes for page in pages) > self._pages.course.budget_bytes:
             return contextlib.nullcontext()
         do_pending(pages)
@@ -207,7 +268,10 @@ class Updates:
                 "update_in_backward=True supports one backward per step, in which each parameter gets its gradient "
                 "once: leave it out, and continue from the last checkpoint"
             )
+        if not self._updated:
+            self._promised, self._pages.before_use = settings_of(self._optimizer), self._refuse_use
         self._updated.add(id(parameter))
+        self._updated_storages.add(id_or_zero(parameter))
         if self._is_small(parameter):
             if not self._small:
                 torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
@@ -218,15 +282,42 @@ class Updates:
         if self._host is None or not self._defer(parameter, settings_of(self._optimizer), to_host_alone=True):
             with torch.no_grad():
                 self._update_now(parameter)
-        parameter.grad = None
+        parameter.grad = self._stand_in(parameter)
+
+    def _refuse_use(self, pages: Sequence[Page]) -> None:
+        """Raise ``RuntimeError`` if a parameter that backward has updated is used before ``optimizer.step()``."""
+        if torch._C._current_graph_task_id() == -1:
+            for page in pages:
+                if page.identity in self._updated_storages:
+                    raise RuntimeError(
+                        f"{page.label} is used between backward and optimizer.step(), and has its new value already: "
+                        "update_in_backward=True promises that optimizer.step() follows backward. Leave it out, and "
+                        "continue from the last checkpoint"
+                    )
+
+    def _stand_in(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that looks like the gradient, has one number, and raises an error once somebody uses it."""
+        if id(parameter) not in self._used:
+            name = self._taken.name(parameter)
+
+            def refuse() -> None:
+                raise RuntimeError(
+                    f"the gradient of {name} was used by its update, and is gone: update_in_backward=True promises "
+                    "that nobody reads or adds to gradients after backward. Call optimizer.zero_grad() before anything "
+                    "else, or leave it out, and continue from the last checkpoint"
+                )
+
+            with torch.no_grad():
+                number = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+                self._used[id(parameter)] = number.expand(parameter.shape)
+            self._pages.register.due[id_or_zero(number)] = refuse
+        return self._used[id(parameter)]
 
     def _end_backward(self) -> None:
         """Update the small parameters together at the end of backward. If an error prevents this, `step` does it."""
         small, self._small = [parameter for parameter in self._small if parameter.grad is not None], []
         with torch.no_grad():
             self._update_together(small)
-        for parameter in small:
-            parameter.grad = None
 
     def _note_broken(self) -> None:
         """Note that an update began and did not finish."""
@@ -247,5 +338,8 @@ class Updates:
         if self._host is not None:
             self._host.close()
         for page in self._pages:
+            if isinstance(page.pending, Deferred):
+                page.pending.drop()
             page.pending = page.scaling = page.on_host = None
+        self._forget_updated()
         self._is_broken = False

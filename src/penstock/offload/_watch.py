@@ -13,10 +13,11 @@ from penstock.errors import ForkedProcessError
 from penstock.forks import renewed_in_child
 from penstock.offload._casts import ADD, CAST, Casts
 from penstock.offload._norms import NORMS, Norms
-from penstock.offload._operators import Touched, effect_of, id_or_zero, in_parts, new_storages, touches
+from penstock.offload._operators import Touched, effect_of, id_or_zero, in_parts, new_storages, parts_of_sparse, touches
 from penstock.offload._page import Page, PageKind
 from penstock.offload._pages import Pages
 from penstock.offload._past import begin_watching, do_pending, end_watching
+from penstock.storages import has_bytes
 
 _PART_BYTES = 8 * 2**20
 """Bytes of pages for which an operator on lists runs at a time. With small budgets it is a sixteenth of the budget."""
@@ -123,6 +124,8 @@ class PageWatch(TorchDispatchMode):
         for page in touched.pages:
             is_here = is_here and page.is_here
             is_ready = is_ready and page.pending is None and page.scaling is None
+        if pages.before_use is not None and touched.pages:
+            pages.before_use(touched.pages)
         if touched.is_view and is_here and is_ready:
             return func(*args, **kwargs)  # this is half of all operators
         if not is_ready:
@@ -230,6 +233,10 @@ class PageWatch(TorchDispatchMode):
                     for page in touched.pages:
                         pages.let_go(page)
             result = func(*args, **kwargs)
+            for part in parts_of_sparse(result):  # operators on a sparse tensor do not name its parts
+                of_part = pages.find(id_or_zero(part))
+                if of_part is not None:
+                    pages.let_go(of_part)
             if not self._num_compiled:  # kernels of a compiled graph read by address
                 self._adopt(pages, func, new_storages(func, args, kwargs, result))
             return result
@@ -240,7 +247,7 @@ class PageWatch(TorchDispatchMode):
         for tensor in tensors:
             if tensor.device == self._device and id_or_zero(tensor) not in known:
                 storage = tensor.untyped_storage()
-                if storage.resizable():
+                if storage.resizable() and has_bytes(storage):
                     pages.begin(storage, PageKind.OTHER, maker)
 
 
@@ -248,7 +255,7 @@ class _Factor:
     """A number, or a tensor with one number, that many gradients are multiplied by."""
 
     def __init__(self, value: Any):  # any: see above
-        self.value = value
+        self.value = value.detach().clone() if isinstance(value, torch.Tensor) else value  # it may be filled anew
 
     @functools.cached_property
     def on_host(self) -> Any:

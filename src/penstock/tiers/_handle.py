@@ -42,7 +42,7 @@ class Handle:
         return f"<Handle {self.label!r} {self.size_bytes} bytes {self.record.state.value}>"
 
     def __del__(self) -> None:
-        if self.record.state is not HandleState.RELEASED:
+        if hasattr(self, "record") and self.record.state is not HandleState.RELEASED:
             self._traffic.abandon(self)
 
     @property
