@@ -7,6 +7,7 @@ import torch
 
 from penstock.offload._operators import SMALL_BYTES, id_or_zero
 from penstock.offload._page import Page
+from penstock.offload._past import do_pending
 from penstock.stepping import State
 
 
@@ -72,9 +73,13 @@ class Deferred:
         """Let the update be done before anybody works on one of its tensors."""
         for page in self.pages:
             page.pending = self
-        self._due.update(dict.fromkeys(self._small, self))
+        self._due.update(dict.fromkeys(self._small, self.do))
         if isinstance(self.live, DueState):
-            self.live.due = self
+            self.live.due = self.do
+
+    def do(self) -> None:
+        """Do the update, if it is still due, within the handling of another operator, too."""
+        do_pending(self.pages)
 
     def drop(self) -> None:
         """Do not wait for anybody any more."""
