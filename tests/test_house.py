@@ -361,7 +361,8 @@ OTHERS_PRIVATE = {
 
 
 PYTORCHS_AS_WELL = {
-    "_base", "_buffers", "_indices", "_modules", "_opt_called", "_parameters", "_trace", "_values", "_version", "_wrapped_by_lr_sched",
+    "_base", "_buffers", "_indices", "_modules", "_opt_called", "_parameters", "_trace", "_values", "_version",
+    "_wrapped_by_lr_sched",
 }  # fmt: skip
 
 

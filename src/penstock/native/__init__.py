@@ -9,6 +9,7 @@ Python code, and the user is told once.
 - `compile_source`, `can_compile`: the same for source text that is generated at run time, and whether it is possible.
 - `keep_source`: text as a file in the same cache, `cache_folder`.
 - `compile_extension`, `find_cpp_compiler`: the same for a C++ extension of Python, which tests use.
+- `refuse_memory`, `allow_memory`, `address_of`, `can_refuse`: errors instead of the memory of a storage.
 - `find_compiler`, `describe_compiler`, `has_libraries`: what this machine and this installation have.
 - `tell_what_is_slower`: tells the user before anything slow begins.
 """
@@ -24,3 +25,7 @@ from penstock.native._build import tell_what_is_slower as tell_what_is_slower
 from penstock.native._compiler import find_compiler as find_compiler
 from penstock.native._extension import compile_extension as compile_extension
 from penstock.native._extension import find_cpp_compiler as find_cpp_compiler
+from penstock.native._guard import address_of as address_of
+from penstock.native._guard import allow_memory as allow_memory
+from penstock.native._guard import can_refuse as can_refuse
+from penstock.native._guard import refuse_memory as refuse_memory

@@ -7,6 +7,7 @@ import torch
 from torch.utils._mode_utils import no_dispatch
 
 from penstock.errors import TierReadError
+from penstock.offload._guard import allow_access, refuse_access
 from penstock.offload._page import Page, PageKind
 from penstock.offload._register import Register
 from penstock.tiers import Handle, HandleState, Waterfall
@@ -57,6 +58,7 @@ class Copies:
         if page.handle is not None and page.handle.state is HandleState.KEPT:
             page.forget_copy()  # a copy that failed or was taken back
         if page.handle is None:
+            allow_access(page, storage)
             with no_dispatch():  # a mode that sees an operator takes as long as the operator
                 page.handle = self.waterfall.park(storage, page.label)
             self.parked_bytes[page.kind] += page.size_bytes
@@ -116,8 +118,13 @@ class Copies:
             self.drop(page)
             return
         page.forget_stale()
+        self._clear(page, storage)
+
+    def _clear(self, page: Page, storage: torch.UntypedStorage) -> None:
+        allow_access(page, storage)  # or it could not be resized
         storage.resize_(0)
         self._gone(page)
+        refuse_access(page, storage)
 
     def _gone(self, page: Page) -> None:
         self.stay(page)
@@ -133,8 +140,7 @@ class Copies:
 
     def take_back(self, page: Page, storage: torch.UntypedStorage) -> None:
         """Empty a page whose bytes did not arrive, or are not wanted any more."""
-        storage.resize_(0)
-        self._gone(page)
+        self._clear(page, storage)
 
     def fill(self, page: Page, *, is_read: bool) -> None:
         """Fetch a page, or only give it memory if nothing reads its bytes. Raises ``TierReadError``."""
@@ -144,6 +150,7 @@ class Copies:
             self.drop(page)
             return
         assert page.handle is not None or page.narrow is not None
+        allow_access(page, storage)
         if page.handle is not None and (is_read or page.is_coming):
             try:
                 with no_dispatch():
@@ -165,8 +172,10 @@ class Copies:
         storage = page.storage()
         if storage is None or page.handle is None:
             return False
+        allow_access(page, storage)
         with no_dispatch():
             if not page.handle.prefetch(into=storage):
+                refuse_access(page, storage)
                 return False
         self._is_coming(page)
         return True
@@ -200,6 +209,9 @@ class Copies:
 
     def drop(self, page: Page) -> None:
         """Stop managing a page, wherever its bytes are."""
+        storage = page.storage() if page.is_here else None  # what is left behind elsewhere stays refused
+        if storage is not None:
+            allow_access(page, storage)
         self._gone(page)
         page.narrow = None
         if page.handle is not None and page.handle.state is HandleState.LEAVING:

@@ -56,8 +56,9 @@ class Deferred:
         settings: list[dict[str, Any]],
         pages: list[Page],
         due: dict[int, Callable[[], None]],
+        allow: Callable[[Page], None],
     ):
-        self._update, self._broken, self._due = update, broken, due
+        self._update, self._broken, self._due, self._allow = update, broken, due, allow
         self.parameter, self.gradient, self.pages = parameter, gradient, pages
         self._data, self.settings = parameter.data, settings
         self.live, self.state = state, dict(state)
@@ -93,6 +94,8 @@ class Deferred:
     def __call__(self) -> None:
         parameter = self.parameter
         self.drop()
+        for page in self.pages:
+            self._allow(page)
         calm = torch.inference_mode(False), torch.no_grad(), torch.autocast(parameter.device.type, enabled=False)
         with calm[0], calm[1], calm[2]:
             before = parameter.grad, parameter.data

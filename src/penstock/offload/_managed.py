@@ -2,7 +2,9 @@
 
 import atexit
 import contextlib
+import gc
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +22,7 @@ from penstock.offload._taken import Taken
 from penstock.offload._updates import Updates
 from penstock.offload._watch import PageWatch
 from penstock.probe import held_bytes
-from penstock.tiers import Budget, waterfall_for
+from penstock.tiers import Budget, Waterfall, waterfall_for
 from penstock.units import format_bytes
 
 _PARTS = 16
@@ -45,11 +47,10 @@ class Managed:
         self._forget_updates: Callable[[], None] = lambda: None
         self._undo = contextlib.ExitStack()
         self._process = os.getpid()
-        try:
-            self.watch.begin()  # now, since parameters may leave the device from here on
-        except ValueError:
-            waterfall.close()
-            raise
+        self.has_ended = False
+        """Whether it has given everything back, or another one has taken it over."""
+        weakref.finalize(self, _close_elsewhere, waterfall).atexit = False
+        self.watch.begin()  # now, since parameters may leave the device from here on
 
     def begin(
         self,
@@ -62,6 +63,8 @@ class Managed:
         Parameters leave the device as more come. If this raises, call `end`.
         """
         course, casts = self.pages.course, self.watch.casts
+        gc.collect()  # a training that nobody has any more is closed
+        self.make_others_leave()
         course.others_bytes = held_bytes(self.device)
         with self.step():
             self.model, self.optimizer = made(model, optimizer, self.device)
@@ -74,6 +77,9 @@ class Managed:
         )
         with self.step():
             move(self.model, self.optimizer, self.device)
+        rivals = [other for other in _others(self) if other.has_any_of(self.model)]
+        for rival in rivals:
+            rival.begin_to_hand_over()
         self.taken = Taken(self.pages, self.model, self.device)
         refuse_too_much(
             self.model, self.optimizer, course.budget_bytes, self.pages.copies.waterfall, separable=self._separable
@@ -91,6 +97,8 @@ class Managed:
             separable=self._separable,
         )
         self._take_over()
+        for rival in rivals:
+            rival.end_handing_over()
         self.pages.flush()
         course.others_bytes = held_bytes(self.device)
         if course.others_bytes > course.budget_bytes:
@@ -104,7 +112,11 @@ class Managed:
     def _take_over(self) -> None:
         """Make pages of parameters, gradients and states, now and whenever there are new ones."""
         self._forget_updates = self.updates.forget
-        self.taken.on_gradient = self.updates.in_backward if self.updates_in_backward else self._complete
+        # PyTorch keeps these hooks where the garbage collector cannot see them
+        self.taken.on_gradient = weakly(self._complete_in_backward if self.updates_in_backward else self._complete)
+        for module in self.model.modules():
+            vars(module)[_ANCHOR] = Anchor(self)
+            self._undo.callback(_let_go, weakref.ref(module))
         self._undo.callback(self.taken.end)
         self.taken.parameters()
         self.taken.states(self.optimizer)
@@ -124,6 +136,43 @@ class Managed:
         self.taken.gradient(parameter)
         if parameter.grad is not None and self.pages.course.is_in_step:
             self.watch.norms.take(parameter.grad)
+
+    def _complete_in_backward(self, parameter: torch.Tensor) -> None:
+        """Update a parameter whose gradient is complete."""
+        self.updates.in_backward(parameter)
+
+    def make_others_leave(self) -> None:
+        """Let what other trainings have on the device leave it, except those in the middle of a step."""
+        for other in _others(self):
+            if other.device == self.device and not other.pages.course.is_in_step:
+                other.pages.flush()
+
+    def has_any_of(self, model: nn.Module) -> bool:
+        """Whether a parameter of ``model`` is one of its pages."""
+        return any(self.pages.find(id_or_zero(parameter)) is not None for parameter in model.parameters())
+
+    def begin_to_hand_over(self) -> None:
+        """Do what is due and let hooks go, since another training is about to take the pages, one by one.
+
+        Raises ``ValueError`` in the middle of a step.
+        """
+        if self.pages.course.is_in_step:
+            raise ValueError(
+                "this model is in the middle of a step of another training; leave its `with training:` first, and "
+                "close it: training.close()"
+            )
+        do_all_pending(self.pages)
+        self._forget_updates()
+        self.watch.casts.forget()
+        self._undo.close()
+        self.has_ended = True
+
+    def end_handing_over(self) -> None:
+        """Bring back what the other training has not taken, such as the states of another optimizer."""
+        del self.updates, self.taken, self.optimizer, self.model
+        gc.collect()
+        self.pages.copies.sweep()
+        self.end(discard=False)
 
     @property
     def state_bytes(self) -> int:
@@ -173,6 +222,7 @@ class Managed:
 
     def end(self, *, discard: bool) -> None:
         """Bring everything back to the device, or drop what is elsewhere, and stop watching."""
+        self.has_ended = True
         if self.is_forked_copy:
             self.pages.drop_all()
         elif discard:
@@ -189,7 +239,60 @@ class Managed:
         self.pages.copies.waterfall.close()
 
 
+_ANCHOR = "_penstock_training"
+"""The attribute of modules that has an `Anchor`."""
+
+
+class Anchor:
+    """Keeps a training alive as long as a module of its model, whose parameters only it can bring back.
+
+    Copies of the module have none, and pickles have ``False`` in its place.
+    """
+
+    def __init__(self, managed: Managed):
+        self._managed = managed
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> bool:
+        return False
+
+    def __copy__(self) -> bool:
+        return False
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return bool, ()
+
+
+def _let_go(module: "weakref.ref[nn.Module]") -> None:
+    anchored = module()
+    if anchored is not None:
+        vars(anchored).pop(_ANCHOR, None)
+
+
+def weakly(method: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    """Return a function that calls a method of an object as long as the object lives."""
+    held = weakref.WeakMethod(method)
+
+    def call(tensor: torch.Tensor) -> None:
+        living = held()
+        if living is not None:
+            living(tensor)
+
+    return call
+
+
 _open: "weakref.WeakSet[Managed]" = weakref.WeakSet()
+"""All that have pages."""
+
+
+def _others(managed: Managed) -> list[Managed]:
+    """Return the other trainings of this process."""
+    return [other for other in list(_open) if other is not managed and not other.is_forked_copy]
+
+
+def _close_elsewhere(waterfall: Waterfall) -> None:
+    """Close the tiers of a training that nobody has any more, in a thread, since collection may come at any time."""
+    with contextlib.suppress(RuntimeError):  # the interpreter ends
+        threading.Thread(target=waterfall.close, name="penstock closing", daemon=True).start()
 
 
 @atexit.register

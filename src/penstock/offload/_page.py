@@ -80,6 +80,7 @@ class Page:
         "identity",
         "is_coming",
         "is_here",
+        "is_refused",
         "key",
         "kind",
         "last_use",
@@ -123,6 +124,8 @@ class Page:
         self.stale: list[Handle] = []
         """Handles of copies out that were under way when the bytes changed. They still read the storage."""
         self.is_here = True
+        self.is_refused = False
+        """Whether its memory is refused to whoever asks for it."""
         self.is_coming = False
         """Whether its copy in has begun, and nobody has asked for it yet."""
         self.last_use = self.stays_until = self.num_writes = 0

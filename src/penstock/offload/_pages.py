@@ -12,6 +12,7 @@ still correct, only slower.
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils._mode_utils import no_dispatch
 from penstock.devices import Stream, Streams, backend_of
 from penstock.offload._copies import Copies
 from penstock.offload._course import Course
+from penstock.offload._guard import allow_access, refuse_access
 from penstock.offload._pace import Pace
 from penstock.offload._page import Page, PageKind
 from penstock.offload._register import Register
@@ -29,6 +31,8 @@ from penstock.offload._timeline import Timeline
 from penstock.storages import id_of
 from penstock.tiers import Waterfall
 
+_open: "weakref.WeakSet[Pages]" = weakref.WeakSet()
+"""All pages of this process. A storage is a page of one of them."""
 _RAW_NEEDS = 64
 """Operators for which a page stays after somebody took its address, since nobody says when that ends."""
 
@@ -61,6 +65,7 @@ class Pages:
         """The thread whose operators are copies of pages."""
         self._stream: Stream | None = None
         """The stream that worked on pages last."""
+        _open.add(self)
 
     def __iter__(self) -> Iterator[Page]:
         return iter(self.register)
@@ -68,15 +73,24 @@ class Pages:
     # What is a page
 
     def begin(self, storage: torch.UntypedStorage, kind: PageKind, name: Any) -> None:  # any: a text, an operator
-        """Make a storage, which has its bytes, a page. Does nothing if it is one already."""
+        """Make a storage, which has its bytes, a page. Does nothing if it is one already, of any training."""
         with self.lock:
             if self.register.is_left_alone(storage):
                 return
             if self.register.find(id_of(storage)) is not None:
                 return
+            if any(other.register.find(id_of(storage)) is not None for other in list(_open) if other is not self):
+                return
             page = self.register.add(storage, kind, name, self.course.place(kind, name))
             self.copies.held_bytes += page.size_bytes
             self.course.begun(page)
+
+    def claim(self, identity: int) -> None:
+        """Take a storage that is a page of another training from there, so that it can become one here."""
+        for other in list(_open):
+            page = None if other is self else other.register.find(identity)
+            if page is not None:
+                other.let_go(page)
 
     def let_go(self, page: Page) -> None:
         """Stop managing a page. It is on the device and stays there."""
@@ -90,6 +104,9 @@ class Pages:
     def begin_step(self) -> None:
         """Begin a step."""
         with self.lock:
+            for page in self.register:
+                if page.is_refused and page.is_here:
+                    self.allow(page)
             self.course.begin()
             self.timeline.begin(self.course.order, is_measured=self.course.is_measured)
 
@@ -97,7 +114,17 @@ class Pages:
         """End a step; ``others_bytes`` are the bytes outside of pages at each operator, if measured."""
         self.timeline.end(is_whole=is_whole)
         self.copies.sweep()
+        for page in self.register:  # until the next step, nobody finds bytes of before an update
+            storage = page.storage() if page.pending is not None or page.scaling is not None else None
+            if storage is not None and page.is_here and not self.copies.is_leaving(page):
+                refuse_access(page, storage)
         self.course.end(others_bytes, is_whole=is_whole)
+
+    def allow(self, page: Page) -> None:
+        """Let everybody have the memory of a page on the device, as nothing is due on it any more."""
+        storage = page.storage()
+        if storage is not None and page.is_here:
+            allow_access(page, storage)
 
     @property
     def is_moving(self) -> bool:
@@ -197,6 +224,8 @@ class Pages:
 
     def ask_for_address(self, page: Page) -> None:
         """Fetch a page that somebody is about to read and write by address, and keep it for a while."""
+        if page.is_here and page.stays_until - self.course.count > _RAW_NEEDS // 2:
+            return  # as for each element of a storage
         self.need([page], [page])
         page.stays_until = self.course.count + _RAW_NEEDS
 

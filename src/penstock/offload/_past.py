@@ -21,8 +21,14 @@ from penstock.storages import id_of
 
 _SHARING = ("numpy", "__array__", "__dlpack__", "share_memory_")
 """Methods whose result shares the storage, for an unknown time."""
-_READING = ("tolist", "data_ptr", "__deepcopy__")
+_READING = ("tolist", "data_ptr", "__deepcopy__", "__repr__")
 """Methods that read the memory, or return its address, past the dispatcher."""
+_CAPSULES = ((torch.utils.dlpack, "to_dlpack"), (torch, "to_dlpack"), (torch._C, "_to_dlpack"))
+"""Functions whose result shares the storage of their argument."""
+_OF_STORAGES = ("share_memory_", "_share_fd_cpu_", "_share_filename_cpu_", "_share_cuda_")
+"""Methods of storages whose result shares the storage, as in a queue between processes."""
+_READING_STORAGES = ("size", "__getitem__", "__iter__", "tolist", "cpu", "clone", "copy_", "byteswap", "_byteswap")
+"""Methods of storages that read the memory."""
 _PICKLING = "__reduce_ex__"
 _TAKES_ALL = "safetensors.torch"
 """A module that needs the memory of all tensors of a file at once."""
@@ -45,44 +51,51 @@ class Watching(Protocol):
         """See this thread's operators while the block runs, whichever thread it is."""
 
 
-_watching: "list[weakref.ref[Watching]]" = []
-"""The one that watches; at most one."""
+_watching: "weakref.WeakSet[Watching]" = weakref.WeakSet()
+"""All that watch."""
 _replaced: list[tuple[Any, str, Any]] = []  # any: classes and modules, and what they had
 _saving = threading.local()
 
 
 def begin_watching(watcher: Watching) -> None:
-    """Report all access to ``watcher`` from now on. Raises ``ValueError`` if another one watches."""
-    if _watcher() is not None:
-        raise ValueError(
-            "another training is open in this process; call its close() first. To train models together, combine "
-            "them: training(nn.ModuleList([generator, discriminator]), optimizer, ...)"
-        )
-    _watching[:] = [weakref.ref(watcher)]
-    _replace_all()
+    """Report all access to the pages of ``watcher`` from now on."""
+    _watching.add(watcher)
+    weakref.finalize(watcher, _restore_if_unused)
+    if not _replaced:
+        _replace_all()
 
 
 def end_watching(watcher: Watching) -> None:
-    """Restore all functions, if ``watcher`` is the one that watches."""
-    if _watcher() is watcher:
-        _watching.clear()
+    """Stop, and restore all functions if nobody else watches."""
+    _watching.discard(watcher)
+    _restore_if_unused()
+
+
+def _restore_if_unused() -> None:
+    if not list(_watching):
         while _replaced:
             _give_back(*_replaced.pop())
 
 
-def _watcher() -> Watching | None:
-    return _watching[0]() if _watching else None
+def _place_of(identity: int) -> tuple[Watching, Pages, Page] | None:
+    """Return who watches a storage that is a page, and its pages."""
+    for watching in list(_watching):
+        place = watching.find(identity)
+        if place is not None:
+            return (watching, *place)
+    return None
 
 
 def do_pending(pages: Iterable[Page]) -> None:
-    """Do the updates and scalings that are due on these pages, before anybody works on them."""
+    """Do the updates and scalings that are due on these pages of one training, before anybody works on them."""
     waiting = [page for page in pages if page.pending is not None or page.scaling is not None]
-    watching = _watcher() if waiting else None
-    if watching is None:
+    place = _place_of(waiting[0].identity) if waiting else None
+    if place is None:
         return
-    own = watching.pages
-    with watching.entered(), contextlib.nullcontext() if own is None else own.lock:
+    watching, own, _ = place
+    with watching.entered(), own.lock:
         for page in waiting:  # another thread may have done it in the meantime
+            own.allow(page)
             if page.pending is not None:
                 page.pending()
             if page.scaling is not None:
@@ -111,28 +124,54 @@ def _replace_all() -> None:
         _replace_method(torch.Tensor, name, _ask_for_address)
     for kind in (torch.Tensor, nn.Parameter):
         _replace_method(kind, _PICKLING, _refuse_pickling)
+    for owner, name in _CAPSULES:
+        _replace_method(owner, name, _let_go)
+    for names, prepare in ((_OF_STORAGES, _let_go), (_READING_STORAGES, _ask_for_address)):
+        for name in names:
+            if hasattr(torch.UntypedStorage, name):
+                _replace_method(torch.UntypedStorage, name, prepare)
     save = torch.serialization._save
     nbytes = torch.UntypedStorage.nbytes
     _put(torch.UntypedStorage, "nbytes", lambda self: _nbytes(nbytes, self))
+    data_ptr = torch.UntypedStorage.data_ptr
+    _put(torch.UntypedStorage, "data_ptr", lambda self: _data_ptr(data_ptr, self))
     _put(torch.serialization, "_save", functools.wraps(save)(functools.partial(_save, save)))
     run = CompiledFxGraph.__call__
 
     def run_watched(self: Any, inputs: Sequence[Any]) -> Any:
-        watching = _watcher()
-        return run(self, inputs) if watching is None else watching.compiled(functools.partial(run, self), inputs)
+        runner = functools.partial(run, self)
+        for watching in list(_watching):
+            runner = functools.partial(watching.compiled, runner)
+        return runner(inputs)
 
     _put(CompiledFxGraph, "__call__", run_watched)
+    start = threading.Thread.start
+
+    @functools.wraps(start)
+    def start_watched(self: threading.Thread) -> None:
+        if not (getattr(self, "_target", None) or self.run).__module__.startswith("penstock."):
+            self.run = functools.partial(_run_watched, self.run)  # type: ignore[method-assign]
+        start(self)
+
+    _put(threading.Thread, "start", start_watched)
 
 
-def _replace_method(kind: type, name: str, prepare: Callable[[Pages, Page], None]) -> None:
+def _run_watched(run: Callable[[], None]) -> None:
+    """Run a thread of the user's, whose operators are seen by all that watch."""
+    with contextlib.ExitStack() as stack:
+        for watching in list(_watching):
+            stack.enter_context(watching.entered())
+        run()
+
+
+def _replace_method(kind: Any, name: str, prepare: Callable[[Pages, Page], None]) -> None:  # any: a class or a module
     method = getattr(kind, name)
 
     @functools.wraps(method)
-    def prepared(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        watching = _watcher()
-        place = None if watching is None else watching.find(id_or_zero(self))
-        if place is not None:
-            pages, page = place
+    def prepared(self: Any, *args: Any, **kwargs: Any) -> Any:
+        place = _place_of(id_of(self) if isinstance(self, torch.UntypedStorage) else id_or_zero(self))
+        if place is not None and not place[1].is_moving:
+            _, pages, page = place
             if sys._getframe(1).f_globals.get("__name__") == _TAKES_ALL and page not in pages.register.pinned:
                 raise ValueError(
                     f"safetensors takes {page.label} and all other tensors of a file at once, which may exceed the "
@@ -169,7 +208,7 @@ def _ask_for_address(pages: Pages, page: Page) -> None:
 def _refuse_pickling(pages: Pages, page: Page) -> None:
     writer: _ArchiveWriter | None = getattr(_saving, "writer", None)
     if writer is not None:
-        writer.begin()
+        writer.begin(pages)
     elif page not in pages.register.pinned:
         raise ValueError(
             f"{page.label} may be in another tier now, where pickle cannot find it. Use torch.save(model.state_dict(), "
@@ -181,14 +220,14 @@ def _refuse_pickling(pages: Pages, page: Page) -> None:
 
 
 def _save(save: Callable[..., None], what: Any, file: Any, *rest: Any, **options: Any) -> None:
-    watching = _watcher()
-    pages = None if watching is None else watching.pages
-    if watching is None or pages is None or hasattr(_saving, "writer"):
+    if hasattr(_saving, "writer") or not list(_watching):
         save(what, file, *rest, **options)
         return
-    _saving.writer = writer = _ArchiveWriter(file, pages)
+    _saving.writer = writer = _ArchiveWriter(file)
     try:
-        with watching.entered():
+        with contextlib.ExitStack() as stack:
+            for watching in list(_watching):
+                stack.enter_context(watching.entered())
             save(what, writer, *rest, **options)
     finally:
         writer.let_go()
@@ -198,42 +237,44 @@ def _save(save: Callable[..., None], what: Any, file: Any, *rest: Any, **options
 class _ArchiveWriter:
     """A wrapper of PyTorch's archive writer that knows when pickling has ended and which page is being written."""
 
-    def __init__(self, file: Any, pages: Pages):
-        self._file, self._pages = file, pages
-        self._is_writing = self._has_pages = False
-        self._pinned: Page | None = None
+    def __init__(self, file: Any):
+        self._file = file
+        self._is_writing = False
+        self._begun: list[Pages] = []
+        self._pinned: tuple[Pages, Page] | None = None
 
-    def begin(self) -> None:
+    def begin(self, pages: Pages) -> None:
         """Note that a page is among what is saved, and do all due updates first, since they change numbers outside of
         pages.
         """
-        if not self._has_pages:
-            self._has_pages = True
-            do_all_pending(self._pages)
+        if pages not in self._begun:
+            self._begun.append(pages)
+            do_all_pending(pages)
 
     def size_bytes(self, identity: int) -> int | None:
         """Return the bytes of a page's storage, ``None`` for other storages.
 
         PyTorch asks for the size before it writes a storage. So the page is fetched here and stays until it is written.
         """
-        page = self._pages.find(identity)
-        if page is None or self._pages.is_moving:
+        place = _place_of(identity)
+        if place is None or place[1].is_moving:
             return None
+        _, pages, page = place
         if self._is_writing:
             self.let_go()
-            with self._pages.lock:
-                self._pages.need([page], [])
-                if page not in self._pages.register.pinned:
-                    self._pages.register.pinned.add(page)
-                    self._pinned = page
+            with pages.lock:
+                pages.need([page], [])
+                if page not in pages.register.pinned:
+                    pages.register.pinned.add(page)
+                    self._pinned = pages, page
         return page.size_bytes
 
     def let_go(self) -> None:
         """Let the page that was written last leave again."""
-        with self._pages.lock:
-            if self._pinned is not None:
-                self._pages.register.pinned.discard(self._pinned)
-                self._pinned = None
+        if self._pinned is not None:
+            (pages, page), self._pinned = self._pinned, None
+            with pages.lock:
+                pages.register.pinned.discard(page)
 
     def write_record(self, *arguments: Any) -> None:
         self._is_writing = True
@@ -248,3 +289,9 @@ def _nbytes(own: Callable[[torch.UntypedStorage], int], storage: torch.UntypedSt
     writer: _ArchiveWriter | None = getattr(_saving, "writer", None)  # of this thread
     size_bytes = None if writer is None else writer.size_bytes(id_of(storage))
     return own(storage) if size_bytes is None else size_bytes
+
+
+def _data_ptr(own: Callable[[torch.UntypedStorage], int], storage: torch.UntypedStorage) -> int:
+    """Return the address of a storage; 0 for a page while this thread pickles, which compares addresses of storages."""
+    place = _place_of(id_of(storage)) if hasattr(_saving, "writer") else None
+    return own(storage) if place is None or place[1].is_moving else 0

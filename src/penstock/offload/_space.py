@@ -5,6 +5,7 @@ from collections.abc import Collection
 
 from penstock.offload._copies import Copies
 from penstock.offload._course import Course
+from penstock.offload._guard import allow_access
 from penstock.offload._pace import Pace
 from penstock.offload._page import Page
 from penstock.offload._register import Register
@@ -128,6 +129,7 @@ class PageSpace:
         if storage is None:
             copies.drop(page)
             return
+        allow_access(page, storage)
         storage.resize_(page.size_bytes)
         copies.arrived(page)
         try:

@@ -22,7 +22,7 @@ class Taken:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._hooked: set[int] = set()
         self._hooks: list[Any] = []  # any: of PyTorch's handles
-        self.on_gradient: Callable[[torch.Tensor], None] = self.gradient
+        self.on_gradient: Callable[[torch.Tensor], None]
         """A function that is called with a parameter whose gradient has just been added to."""
 
     def end(self) -> None:
@@ -38,6 +38,7 @@ class Taken:
             page = self._pages.find(id_or_zero(parameter))
             if page is None:
                 self._take_over(parameter)
+                self._pages.trim()
             elif page.kind is not PageKind.PARAMETER:
                 page.call(self.name(parameter), PageKind.PARAMETER)
             if parameter.requires_grad and id(parameter) not in self._hooked:
@@ -60,6 +61,7 @@ class Taken:
 
     def _take_over(self, parameter: nn.Parameter) -> None:
         """Make a parameter's storage a page; give it a new storage first if it cannot be resized, shared as before."""
+        self._pages.claim(id_or_zero(parameter))
         if not self._may_move(parameter):
             return
         storage = parameter.untyped_storage()
@@ -106,6 +108,7 @@ class Taken:
             if page.kind is PageKind.OTHER:
                 page.call(name, kind)
             return
+        self._pages.claim(id_or_zero(tensor))
         if self._may_move(tensor):
             storage = tensor.untyped_storage()
             if storage.nbytes() == tensor.nbytes and storage.resizable():

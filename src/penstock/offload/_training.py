@@ -186,6 +186,7 @@ class Training:
                 "the update of a parameter was interrupted half way; go on from the last checkpoint: "
                 "training.load('checkpoints/step-100')"
             )
+        self._managed.make_others_leave()
         self._is_entered = True
         self._progress.begin_step()
         if self._managed.updates_in_backward and self._progress.num_steps <= 1:
@@ -349,7 +350,8 @@ class Training:
         ``discard`` leaves behind what is not on the device, for a model that would not fit. Save it before, a part at a
         time: ``with training.whole(module): torch.save(module.state_dict(), path)``.
         """
-        if self._is_closed:
+        if self._is_closed or self._managed.has_ended:
+            self._is_closed = True
             return
         if self._is_entered:
             self.__exit__(RuntimeError, RuntimeError("closed in mid-step"), None)
@@ -365,8 +367,8 @@ class Training:
             raise ValueError(f"a training must be {what} between two steps, outside of `with training:`")
 
     def _refuse_unusable(self) -> None:
-        if self._is_closed:
-            raise ValueError(f"this training is closed; make another: {CALL}")
+        if self._is_closed or self._managed.has_ended:
+            raise ValueError(f"this training is closed, or a later one has its model; make another: {CALL}")
         if self._managed.is_forked_copy:
             raise ForkedProcessError(f"a training belongs to the process that made it; make one here: {CALL}")
 

@@ -178,7 +178,9 @@ class Updates:
         if any(page.pending is not None for page in pages):  # several parameters share memory
             return False
         due = self._pages.register.due
-        update = Deferred(self._update, self._note_broken, parameter, gradient, state, settings, pages, due)
+        update = Deferred(
+            self._update, self._note_broken, parameter, gradient, state, settings, pages, due, self._pages.allow
+        )
         torch.autograd.graph.increment_version(parameter)
         if (
             self._host is not None

@@ -2,12 +2,14 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from penstock.errors import ForkedProcessError
 from penstock.forks import renewed_in_child
@@ -30,13 +32,81 @@ _SCALING = (torch.ops.aten._foreach_mul_.Tensor, torch.ops.aten._foreach_mul_.Sc
 """The operators by which clipping scales gradients. They would fetch all gradients only to let them leave again."""
 
 
-class PageWatch(TorchDispatchMode):
-    """A dispatch mode that sees every operator of the thread that entered it, and first fetches its pages."""
+class _Mode(TorchDispatchMode):
+    """The dispatch mode of a watch. It stays on a thread's stack, and does not keep the watch alive."""
+
+    def __init__(self, watch: "PageWatch"):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.watch = weakref.ref(watch)
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Return true, so that Dynamo does not give up because of this mode."""
+        return True
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return false: what PyTorch would do takes 4 microseconds for every operator, and is done once below."""
+        return False
+
+    # any: PyTorch's
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        watch = self.watch()
+        return func(*args, **(kwargs or {})) if watch is None else watch.run(func, types, args, kwargs or {})
+
+    set_code_exec_strategy(__torch_dispatch__.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    """Dynamo skips it and all that it calls."""
+
+    def is_on_stack(self) -> bool:
+        """Whether this thread's operators come here."""
+        return any(mode is self for mode in _get_current_dispatch_mode_stack())
+
+    def put_below(self) -> None:
+        """Put it below all modes of this thread's stack.
+
+        A user's mode may end before the training does, and each ends by taking the topmost from the stack. There it
+        also sees operators as they run, after other modes have changed them.
+        """
+        with _without_modes():
+            _push_mode(self)
+
+    def leave(self) -> None:
+        """Leave this thread's stack, wherever in it."""
+        above = []
+        while self.is_on_stack():
+            top = _pop_mode(None)
+            if top is self:
+                break
+            above.append(top)
+        for mode in reversed(above):
+            _push_mode(mode)
+
+
+@contextlib.contextmanager
+def _without_modes() -> Iterator[None]:
+    """Take all modes from this thread's stack while the block runs; what the block puts there stays below them."""
+    modes = []
+    while torch._C._len_torch_dispatch_stack():
+        modes.append(_pop_mode(None))
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            if not (isinstance(mode, _Mode) and mode.watch() is None):  # of a training that nobody has any more
+                _push_mode(mode)
+
+
+class PageWatch:
+    """Sees every operator of the threads that entered it, and first fetches its pages."""
 
     def __init__(self, pages: Pages, device: torch.device):
-        super().__init__()  # type: ignore[no-untyped-call]
+        self._mode = _Mode(self)
         self._pages: Pages | None = pages
         self._device = device
+        self._thread = threading.get_ident()
+        """The thread that trains. Others may use pages, and what they make is theirs."""
         self._is_copy = False
         """Whether this is the copy in a forked process, where the pages are not."""
         self._all.add(self)
@@ -51,29 +121,16 @@ class PageWatch(TorchDispatchMode):
 
     _all = renewed_in_child(_note_copied)
 
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Return true, so that Dynamo does not give up because of this mode."""
-        return True
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return false: what PyTorch would do takes 4 microseconds for every operator, and is done once below."""
-        return False
-
     def begin(self) -> None:
-        """Begin to watch. Raises ``ValueError`` while another one does."""
+        """Begin to watch this thread."""
         begin_watching(self)
-        self.__enter__()  # type: ignore[no-untyped-call]
+        self._mode.put_below()
 
     def end(self) -> None:
-        """Stop watching, and leave the stack of modes if this is the last one that was entered."""
+        """Stop watching, and leave this thread's stack of modes."""
         self._pages = None
         end_watching(self)
-        if torch.utils._python_dispatch._get_current_dispatch_mode() is self:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._mode.leave()
 
     @property
     def pages(self) -> Pages | None:
@@ -96,8 +153,9 @@ class PageWatch(TorchDispatchMode):
         )
 
     # any: PyTorch's
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        kwargs, pages = kwargs or {}, self._pages
+    def run(self, func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator of a thread whose operators come here."""
+        pages = self._pages
         if pages is None or self._is_copy:
             if self._is_copy:
                 touches(func, args, kwargs, self._refuse_elsewhere)
@@ -143,9 +201,6 @@ class PageWatch(TorchDispatchMode):
             self.casts.done(args, result, was_here=is_here)
         return result
 
-    set_code_exec_strategy(__torch_dispatch__.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
-    """Dynamo skips it and all that it calls."""
-
     def _parts(self, pages: Pages, func: Any, args: Sequence[Any], kwargs: Any) -> list[Any] | None:
         """Run an operator on lists, on some of the entries at a time."""
         most = min(_PART_BYTES, pages.course.budget_bytes // 16)
@@ -176,11 +231,14 @@ class PageWatch(TorchDispatchMode):
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """See this thread's operators while the block runs, in another thread or within the handling of an operator."""
-        if self in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
+        if self._mode.is_on_stack():
             yield
-        else:
-            with self:
-                yield
+            return
+        self._mode.put_below()
+        try:
+            yield
+        finally:
+            self._mode.leave()
 
     def compiled(self, run: Callable[..., Any], inputs: Sequence[Any]) -> Any:  # any: tensors and numbers
         """Run a compiled graph, whose kernels read their inputs by address."""
@@ -227,7 +285,7 @@ class PageWatch(TorchDispatchMode):
                     touched.pages,
                     touched.written,
                     is_overwritten=touched.is_overwritten,
-                    is_noted=not touched.is_view,
+                    is_noted=not touched.is_view and self._thread == threading.get_ident(),
                 )
                 if func.namespace in _COMMUNICATION:  # it goes on in another thread after it returns
                     for page in touched.pages:
@@ -242,7 +300,7 @@ class PageWatch(TorchDispatchMode):
             return result
 
     def _adopt(self, pages: Pages, maker: Any, tensors: Iterable[torch.Tensor], known: Iterable[int] = ()) -> None:
-        if not pages.course.is_in_step or not self.adopts_results:
+        if not pages.course.is_in_step or not self.adopts_results or self._thread != threading.get_ident():
             return
         for tensor in tensors:
             if tensor.device == self._device and id_or_zero(tensor) not in known:

@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.arguments import checked
 from penstock.devices import Allocator, Backend, backend_of, used_device
+from penstock.native import address_of
 from penstock.probe._allocations import Event, counts, record
 from penstock.probe._ledger import ledger
 from penstock.storages import id_of, storage_of
@@ -228,10 +229,7 @@ def _changes(events: list[Event], addresses: dict[int, int]) -> tuple[list[Event
 
 def _weak_address(weak: StorageWeakRef) -> int:
     storage = storage_of(weak)
-    try:
-        return 0 if storage is None else int(storage.data_ptr())
-    except RuntimeError:  # a functional tensor's storage has no memory
-        return 0
+    return 0 if storage is None else address_of(storage)
 
 
 def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
@@ -250,9 +248,9 @@ def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
         return []
     try:
         storage = tensor.untyped_storage()
-        return [storage] if storage.data_ptr() else []
     except (NotImplementedError, RuntimeError):  # raised for a tensor without bytes
         return []
+    return [storage] if storage.nbytes() and not tensor._is_zerotensor() else []
 
 
 def _weak_size_bytes(weak: StorageWeakRef) -> int:
