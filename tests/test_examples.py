@@ -112,7 +112,13 @@ def test_ranks_train_on_one_copy_of_files(tmp_path):
 
 def test_machines_train_on_one_table(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    command += ["sh", "-c", 'PENSTOCK_MACHINE=$RANK exec "$0" "$@"', sys.executable, str(FOLDER / "ranks_graphsage.py")]
+    command += [
+        "sh",
+        "-c",
+        'PENSTOCK_MACHINE=$RANK LOCAL_RANK=0 exec "$0" "$@"',
+        sys.executable,
+        str(FOLDER / "ranks_graphsage.py"),
+    ]
     command += ["--disk", str(tmp_path), "--edges", "200000", "--width", "512", "--host", "12MiB", "--seeds", "1000"]
     result = subprocess.run(
         [*command, "--batch", "64", "--peers", "copies"], capture_output=True, text=True, check=False
