@@ -42,10 +42,10 @@ def address(tensor: torch.Tensor | None) -> int | None:
     """
     if tensor is None:
         return None
-    found = _address_of(tensor)
-    if found is None:
+    pointer = _address_of(tensor)
+    if pointer is None:
         raise _no_memory("a tensor that compiled code reads", tensor)
-    return found
+    return pointer
 
 
 def as_plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -66,10 +66,10 @@ def _address_of(tensor: torch.Tensor) -> int | None:
     try:
         if type(tensor) is not torch.Tensor and tensor.untyped_storage().device.type == "meta":
             return None  # fake tensors warn when they are asked for an address
-        found = tensor.data_ptr()
+        pointer = tensor.data_ptr()
         # a view into no memory has the address of its offset
-        if found > tensor.storage_offset() * tensor.element_size() or not tensor.numel():
-            return found
+        if pointer > tensor.storage_offset() * tensor.element_size() or not tensor.numel():
+            return pointer
     except RuntimeError:  # of storages that have no address at all
         pass
     return None

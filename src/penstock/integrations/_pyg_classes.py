@@ -61,9 +61,9 @@ class _Base(BaseSampler):  # type: ignore[misc]
             return bool({kind: tuple(counts) for kind, counts in values.items()} == fanouts)
         return bool(tuple(values) == fanouts)
 
-    def refuse(self, loader: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    def refuse(self, loader: str, arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` for a loader's arguments that say how to sample, and that PyG would not pass on."""
-        for name, value in given.items():
+        for name, value in arguments.items():
             if name == "num_neighbors":
                 if not self.draws(value):
                     raise ValueError(
@@ -143,10 +143,10 @@ def _refuse_options(loader: type, sampler_name: str, options: Iterable[str]) -> 
 
     @functools.wraps(make)
     def refusing(self: Any, *args: Any, **kwargs: Any) -> None:  # any: PyG's own
-        given = signature.bind(self, *args, **kwargs).arguments
-        sampler = given.get(sampler_name)
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        sampler = arguments.get(sampler_name)
         if isinstance(sampler, _Base):
-            sampler.refuse(loader.__name__, given, defaults)
+            sampler.refuse(loader.__name__, arguments, defaults)
         make(self, *args, **kwargs)
 
     loader.__init__ = refusing  # type: ignore[misc]
