@@ -257,3 +257,23 @@ def test_a_file_in_memory_is_no_direct_io():
     spill = SpillFile(SHARED)
     assert (spill.memory_kind, spill.is_direct) == ("tmpfs", False)
     spill.close()
+
+
+AT_EXIT = """
+import sys
+from penstock.directio import SpillFile
+from penstock.tiers import DiskTier
+sys.kept = SpillFile(sys.argv[1]), DiskTier(sys.argv[1])  # freed when the modules' names are gone
+"""
+
+
+def test_files_that_live_until_the_end_end_without_a_word(tmp_path):
+    command = [sys.executable, "-W", "ignore", "-c", AT_EXIT, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stderr == ""
+
+
+def test_a_file_that_could_not_be_made_ends_without_a_word(tmp_path, recwarn):
+    with pytest.raises(TypeError):
+        SpillFile(3)
+    assert not recwarn.list

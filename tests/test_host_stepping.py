@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from penstock.host_stepping import HostLane, HostStep
+from waiting import PATIENCE_S, eventually
 
 
 class Step(HostStep):
@@ -13,7 +14,7 @@ class Step(HostStep):
         self.name, self.ran, self.may_run = name, ran, may_run
 
     def compute(self):
-        self.may_run.wait(60)
+        self.may_run.wait(PATIENCE_S)
         self.ran.append(self.name)
 
 
@@ -22,8 +23,7 @@ def test_what_is_wanted_comes_first_then_what_forward_wants_first(last_first, ex
     lane, ran, may_run = HostLane(), [], threading.Event()
     lane.put(Step("-", ran, may_run), is_first=True)
     steps = {name: Step(name, ran, may_run) for name in "abcd"}
-    while lane._queue:  # until the first one has begun, and waits
-        may_run.wait(0.01)
+    eventually(lambda: not lane._queue)  # the first one has begun, and waits
     for step in steps.values():
         lane.put(step, is_first=last_first)
     lane.hurry(steps["b"])

@@ -15,6 +15,7 @@ import errno
 import os
 import tempfile
 import warnings
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -103,12 +104,11 @@ class SpillFile:
         self.is_direct = False
         self.memory_kind = ""
         """Kind of file system if the directory is main memory, such as ``"tmpfs"``; else empty."""
-        self._descriptor = -1
         self._descriptor = self._open(direct)
+        # Not `__del__`: at exit it runs when this module's names are gone. Then the system closes the file.
+        self._closer = weakref.finalize(self, os.close, self._descriptor)
+        self._closer.atexit = False
         self._all_open.add(self)
-
-    def __del__(self) -> None:
-        self.close()
 
     @property
     def open_path(self) -> str:
@@ -143,9 +143,8 @@ class SpillFile:
 
     def close(self) -> None:
         """Close the file; the system frees its space at once. May be called again."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._descriptor = -1
+        self._closer()
 
     _all_open = renewed_in_child(close)  # otherwise the parent's disk space would be freed only when the child ends
 

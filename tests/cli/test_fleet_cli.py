@@ -3,7 +3,6 @@
 import json
 import signal
 import threading
-import time
 import warnings
 from pathlib import Path
 from typing import get_args
@@ -20,8 +19,8 @@ from penstock.cli._sweep_jobs import make_jobs, maker_of
 from penstock.errors import PenstockError, PenstockWarning
 from penstock.fleet import FleetState, SchedulerName
 from penstock.report._parts import parts_of_folder
+from waiting import PATIENCE_S, eventually
 
-PATIENCE_S = 600
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FACTORY = """
 import torch
@@ -363,13 +362,6 @@ def test_options_that_cannot_work_are_one_paragraph(written, options, words, exi
 # Commands to a fleet that runs elsewhere
 
 
-def wait_until(condition):
-    end_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end_s, "it never came"
-        time.sleep(0.02)
-
-
 class Elsewhere:
     """A fleet whose jobs only end when told to; it runs on another thread, and speaks through the database only."""
 
@@ -377,7 +369,7 @@ class Elsewhere:
         self.run_dir, self.found = Path(settings.run_dir), []
         self.thread = threading.Thread(target=self._train, args=(file, settings), daemon=True)
         self.thread.start()
-        wait_until(lambda: FleetState(self.run_dir).exists and {"line lr=0.1", "line lr=0.01"} <= set(self.rows()))
+        eventually(lambda: FleetState(self.run_dir).exists and {"line lr=0.1", "line lr=0.01"} <= set(self.rows()))
 
     def _train(self, file, settings):
         self.found.append(_fleet.train(file, settings, progress=None))
@@ -392,7 +384,7 @@ class Elsewhere:
             row = self.rows().get(name)
             return row is not None and row["state"] == state and row["step"] >= step
 
-        wait_until(is_so)
+        eventually(is_so)
 
     def end(self):
         """Whatever a test left running would compute beside those after it."""

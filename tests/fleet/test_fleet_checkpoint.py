@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from fleet_jobs import batches, gpt_job, train, train_plainly
 from penstock import fleet
 from penstock.fleet import JobState, _checkpoint
 from penstock.testing import GPT
+from waiting import eventually
 
 
 def test_resuming_gives_the_losses_of_an_undisturbed_run(tmp_path, monkeypatch):
@@ -59,7 +59,7 @@ def test_resuming_gives_the_losses_of_an_undisturbed_run(tmp_path, monkeypatch):
 
 
 CHILD = """
-import sys
+import itertools, sys, threading
 sys.path.insert(0, sys.argv[2])
 import torch
 from fleet_jobs import batches
@@ -67,8 +67,14 @@ from penstock import fleet
 from penstock.testing import GPT
 torch.set_num_threads(1)
 def job(name, seed):
+    number = itertools.count()
+    def until_it_is_killed():
+        for batch in batches():
+            if name == "a" and next(number) == 8:
+                threading.Event().wait()
+            yield batch
     return fleet.Job(
-        name=name, model=lambda: GPT(num_layers=3, width=64, num_heads=2, context=32), data=batches,
+        name=name, model=lambda: GPT(num_layers=3, width=64, num_heads=2, context=32), data=until_it_is_killed,
         loss=lambda model, batch: model(*batch), optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
         steps=12, seed=seed,
     )
@@ -83,10 +89,8 @@ def test_a_killed_process_resumes_with_the_same_losses(tmp_path):
     run_dir = tmp_path / "run"
     command = [sys.executable, "-c", CHILD, str(run_dir), str(Path(__file__).parent)]
     child = subprocess.Popen(command)
-    deadline = time.monotonic() + 600
-    while not list(run_dir.glob("jobs/a/checkpoints/step-0000000[2-9]")):
-        assert child.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: list(run_dir.glob("jobs/a/checkpoints/step-0000000[2-9]")) or child.poll() is not None)
+    assert child.poll() is None
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     jobs = [gpt_job("a", seed=1, steps=12), gpt_job("b", seed=2, steps=12)]

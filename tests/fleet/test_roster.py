@@ -1,7 +1,6 @@
 """Jobs of a fleet by name, and requests about them."""
 
 import threading
-import time
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from penstock import fleet
 from penstock.fleet import JobState
 from penstock.fleet._engine import Engine
 from penstock.fleet._schedulers import scheduler_of
+from waiting import eventually
 
 
 def test_two_jobs_of_one_name_are_refused():
@@ -41,10 +41,7 @@ def test_pause_resume_stop_and_clone_while_the_fleet_runs(tmp_path):
             answers.append(state.answer_to(state.ask(*positional, arguments), 600))
 
         def until(condition):
-            deadline = time.monotonic() + 600
-            while not condition({row.name: row for row in state.jobs()}):
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+            eventually(lambda: condition({row.name: row for row in state.jobs()}))
 
         try:
             until(lambda rows: "long" in rows and rows["long"].step > 2)

@@ -29,7 +29,7 @@ def test_steps_count_after_offloading_was_declined(tmp_path, monkeypatch):
         summary = summary_of(tmp_path)
     assert summary.num_cycles == 3
     assert summary.parked_bytes == summary.written_to_disk_bytes > 0  # of the first step, which is recorded
-    assert summary.busy_s > summary.stall_s
+    assert summary.busy_s > 0
     assert str(summary).startswith("Penstock parked ") and "in 3 micro-batches" in str(summary)
     assert str(summary).endswith("It then offloaded nothing: slow")
 

@@ -134,3 +134,105 @@ def test_stores_and_what_is_refused(case):
     with pytest.raises(ValueError, match="twice"):
         next(iter(loader))
     assert pickle.loads(pickle.dumps(pyg_sampler(data, [2]))).num_nodes == NUM_NODES  # for workers that are spawned
+
+
+@pytest.fixture
+def reviews():
+    """Reviews of any time, and a sampler that does not look at it."""
+    from torch_geometric.data import Data
+
+    data = Data(edge_index=torch.randint(NUM_NODES, (2, 2000)), num_nodes=NUM_NODES, time=torch.arange(NUM_NODES))
+    return data, pyg_sampler(data, [5, 3])
+
+
+REFUSED = [
+    {"time_attr": "time"}, {"weight_attr": "weight"}, {"disjoint": True}, {"subgraph_type": "induced"},
+    {"temporal_strategy": "last"}, {"directed": False}, {"replace": True}, {"num_neighbors": [5, 4]},
+    {"num_neighbors": [5]}, {"num_neighbors": {("a", "to", "b"): [5, 3]}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("option", REFUSED, ids=str)
+@pytest.mark.parametrize("name", ["NeighborLoader", "LinkNeighborLoader"])
+def test_options_that_pyg_would_drop_are_refused_where_they_are_given(reviews, name, option):
+    from torch_geometric import loader
+
+    data, sampler = reviews
+    options = {"num_neighbors": [5, 3], "neighbor_sampler": sampler, **option}
+    if name == "LinkNeighborLoader":
+        options["edge_label_index"] = data.edge_index[:, :10]
+        if "time_attr" in option:
+            options["edge_label_time"] = torch.zeros(10)
+    with pytest.raises(ValueError, match=rf"{name}\({next(iter(option))}=.*pyg_sampler"):
+        getattr(loader, name)(data, **options)
+
+
+def test_times_of_seeds_are_refused(reviews):
+    from torch_geometric.loader import LinkLoader, NodeLoader
+    from torch_geometric.sampler import NodeSamplerInput
+
+    data, sampler = reviews
+    with pytest.raises(ValueError, match="input_time"):
+        NodeLoader(data, sampler, torch.arange(10), input_time=torch.zeros(10))
+    with pytest.raises(ValueError, match="edge_label_time"):
+        LinkLoader(data, sampler, data.edge_index[:, :10], edge_label_time=torch.zeros(10))
+    with pytest.raises(ValueError, match="by time"):
+        sampler.sample_from_nodes(NodeSamplerInput(input_id=None, node=torch.arange(3), time=torch.zeros(3)))
+
+
+def test_options_that_say_what_the_sampler_does_are_taken(reviews):
+    from torch_geometric.data import HeteroData
+    from torch_geometric.loader import NeighborLoader
+    from torch_geometric.sampler import NumNeighbors
+    from torch_geometric.sampler.base import SubgraphType
+
+    data, sampler = reviews
+    for option in (
+        {"replace": False}, {"disjoint": False, "time_attr": None}, {"is_sorted": True},
+        {"subgraph_type": "directional"}, {"subgraph_type": SubgraphType.directional},
+        {"num_neighbors": NumNeighbors([5, 3])},
+    ):  # fmt: skip
+        options = {"num_neighbors": [5, 3], "input_nodes": torch.arange(10), "neighbor_sampler": sampler, **option}
+        assert len(NeighborLoader(data, **options)) == 10
+    replacing = pyg_sampler(data, [5, 3], replace=True)
+    assert len(NeighborLoader(data, [5, 3], replace=True, neighbor_sampler=replacing, batch_size=NUM_NODES)) == 1
+    hetero, kind = HeteroData(), ("a", "to", "a")
+    hetero["a"].num_nodes, hetero[kind].edge_index = NUM_NODES, data.edge_index
+    sampler = pyg_sampler(hetero, [5, 3])
+    for fanouts in ([5, 3], {kind: [5, 3]}):
+        assert len(NeighborLoader(hetero, fanouts, "a", neighbor_sampler=sampler)) == NUM_NODES
+    with pytest.raises(ValueError, match="num_neighbors"):
+        NeighborLoader(hetero, {kind: [5, 2]}, "a", neighbor_sampler=sampler)
+    assert (
+        len(NeighborLoader(data, [5, 3], weight_attr=None, input_nodes=torch.arange(4)).input_nodes) == 4
+    )  # PyG's own
+
+
+def test_a_sampler_is_what_it_was_made_as(reviews):
+    from torch_geometric.data.lightning import LightningNodeData
+
+    data, sampler = reviews
+    with pytest.raises(AttributeError, match="num_neighbors"):
+        sampler.num_neighbors = [1]
+    with pytest.raises(TypeError, match="list for a graph of one edge type"):
+        pyg_sampler(data, {("a", "to", "b"): [5]})
+    module = LightningNodeData(  # it sets attributes of samplers that are named like their parameters
+        data, input_train_nodes=torch.arange(9), input_val_nodes=torch.arange(9), node_sampler=sampler,
+        eval_loader_kwargs={"replace": True},
+    )  # fmt: skip
+    with pytest.raises(TypeError, match="replace"):
+        module.val_dataloader()
+
+
+def test_edges_in_an_edge_index_of_pyg(reviews):
+    from torch_geometric import EdgeIndex
+    from torch_geometric.loader import NodeLoader
+
+    data, _ = reviews
+    plain = pyg_sampler(data, [5, 3])
+    data.edge_index = EdgeIndex(data.edge_index, sparse_size=(NUM_NODES, NUM_NODES))
+    batches = []
+    for sampler in (plain, pyg_sampler(data, [5, 3])):
+        torch.manual_seed(0)
+        batches.append(next(iter(NodeLoader(data, sampler, torch.arange(40), batch_size=8))))
+    assert torch.equal(batches[0].e_id, batches[1].e_id) and torch.equal(batches[0].n_id, batches[1].n_id)

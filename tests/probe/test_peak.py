@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from penstock.probe import ledger, peak_bytes, record_memory
+from penstock.probe import held_bytes, ledger, peak_bytes, record_memory
 from penstock.probe._peak import live_storages
 
 
@@ -301,3 +301,26 @@ def test_the_profiler_is_quiet_unless_the_user_set_its_level(level):
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(level)
     assert level is not None or not done.stderr
+
+
+def test_tensors_of_a_mesh_count(tmp_path):
+    """Such a tensor names its parts, and its mesh among them."""
+    from torch import distributed
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        bare = held_bytes()
+        sharded = DTensor.from_local(block(300), mesh, [Shard(0)])
+        assert held_bytes() - bare == sharded.nbytes == 300 * KIB
+        report = peak_bytes(lambda: block(100), device="cpu")
+        assert (report.start_bytes - bare, report.activation_bytes) == (300 * KIB, 100 * KIB)
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_a_report_is_short():
+    report = peak_bytes(lambda: [block(1) for _ in range(1000)], device="cpu")
+    assert len(report.timeline) > 1000 and len(report.result) == 1000
+    assert len(repr(report)) < 400 and f"peak_bytes={report.peak_bytes}" in repr(report)

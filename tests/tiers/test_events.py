@@ -5,6 +5,7 @@ import threading
 from parking import parked, plain
 
 from penstock.tiers import EventLog
+from waiting import eventually
 
 
 def test_the_log_keeps_the_last_events_and_counts_all():
@@ -51,8 +52,7 @@ def test_a_stall_is_an_event_and_a_sum(make, gate):
     gate.begun.wait()
 
     def open_when_it_is_waited_for():
-        while not handle.record.transit._finished._cond._waiters:
-            threading.Event().wait(0.001)
+        eventually(lambda: handle.record.transit._finished._cond._waiters)
         gate.opened.set()
 
     opener = threading.Thread(target=open_when_it_is_waited_for)

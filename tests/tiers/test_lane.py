@@ -9,6 +9,7 @@ import pytest
 
 from penstock.errors import ForkedProcessError
 from penstock.tiers._lane import Lane
+from waiting import eventually
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
@@ -50,16 +51,6 @@ def make():
 def submit(lane, pieces, *, size_bytes=1, label="", done=None):
     """Queues ``pieces``; the finished jobs are appended to ``done``."""
     return lane.submit(pieces, size_bytes=size_bytes, label=label, on_done=[].append if done is None else done.append)
-
-
-def until(holds):
-    """Waits for something that another thread is about to do."""
-    pause = threading.Event()
-    for _ in range(10_000):
-        if holds():
-            return
-        pause.wait(0.001)
-    raise AssertionError("it never happened")
 
 
 def in_thread(function):
@@ -145,7 +136,7 @@ def test_waiting_for_room(make):
         order.append("room")
 
     thread = in_thread(ask)
-    until(lambda: waiters(lane) == 1)  # the lane's only thread is busy, so this is the one that asks
+    eventually(lambda: waiters(lane) == 1)  # the lane's only thread is busy, so this is the one that asks
     order.append("opened")
     first.opened.set()
     thread.join()
@@ -179,7 +170,7 @@ def test_a_job_above_the_bound_goes_in_alone(make):
         order.append("room")
 
     thread = in_thread(ask)
-    until(lambda: waiters(lane) == 1)
+    eventually(lambda: waiters(lane) == 1)
     order.append("opened")
     gate.opened.set()
     thread.join()
@@ -193,7 +184,7 @@ def test_closing_ends_a_wait_for_room(make):
     lane, gate = make(), make.gate()
     submit(lane, [gate], size_bytes=10)
     thread = in_thread(lambda: lane.wait_for_room(1))
-    until(lambda: waiters(lane) == 1)
+    eventually(lambda: waiters(lane) == 1)
     closer = in_thread(lane.close)
     thread.join()
     gate.opened.set()
@@ -226,7 +217,7 @@ def test_cancelling_makes_room(make):
     gate.begun.wait()
     job = submit(lane, [lambda: None], size_bytes=6)
     thread = in_thread(lambda: lane.wait_for_room(5))
-    until(lambda: waiters(lane) == 1)
+    eventually(lambda: waiters(lane) == 1)
     assert lane.cancel(job)
     thread.join()
 
@@ -283,7 +274,7 @@ def test_drain_waits_for_all(make):
     submit(lane, [lambda: seen.append("ran")])
     thread = in_thread(lambda: (lane.drain(), seen.append("drained")))
     gate.begun.wait()
-    until(lambda: waiters(lane) >= 1)
+    eventually(lambda: waiters(lane) >= 1)
     gate.opened.set()
     thread.join()
     assert seen == ["ran", "drained"]
@@ -386,7 +377,7 @@ def test_lanes_drain_before_a_fork(make):
     gate.begun.wait()
 
     def open_when_the_fork_waits():
-        until(lambda: waiters(busy) == 1)  # its only thread is in the gate, so this is the fork
+        eventually(lambda: waiters(busy) == 1)  # its only thread is in the gate, so this is the fork
         gate.opened.set()
 
     thread = in_thread(open_when_the_fork_waits)
@@ -429,7 +420,8 @@ class Held:
         pass
 
 
-def test_a_job_that_has_ended_holds_nothing(make):
+def test_a_job_that_has_ended_holds_nothing(make, monkeypatch):
+    monkeypatch.setattr("penstock.tiers._lane._IDLE_S", 10_000)  # the thread does not let go by ending
     held = Held()
     weak = weakref.ref(held)
     lane = make()
@@ -438,8 +430,7 @@ def test_a_job_that_has_ended_holds_nothing(make):
     job.wait()
     lane.drain()
     assert job.is_finished
-    gc.collect()
-    assert weak() is None
+    eventually(lambda: weak() is None)  # the thread is on its way to wait for the next
 
 
 def test_stacks_of_other_threads_keep_their_size(make, monkeypatch):

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import os
 import random
-import time
 import warnings
 
 import pytest
@@ -14,6 +13,7 @@ from test_stream_mover import Device, DirectFile, finished
 from penstock.errors import TierDegradedWarning, TierReadError
 from penstock.testing import FaultyTier
 from penstock.tiers import Budget, DiskTier, HostTier
+from waiting import eventually
 
 SEEDS = range(int(os.environ.get("PENSTOCK_SEEDS", "30")))
 SIZES = (64, 8192, 8192 + 64, 5 * 4096 - 1)
@@ -69,13 +69,14 @@ def call_at_random(waterfall, device, choices, num_calls):
 
 def let_go(waterfalls):
     """Until no handle is left; the last of a copy that failed goes with the locals of its lane's thread."""
-    deadline_s = time.monotonic() + 600
-    while time.monotonic() < deadline_s:
+
+    def is_none_left():
         gc.collect()
         for waterfall in waterfalls:
             waterfall.drain()
-        if not any(waterfall.counts()["num_live_handles"] for waterfall in waterfalls):
-            return
+        return not any(waterfall.counts()["num_live_handles"] for waterfall in waterfalls)
+
+    eventually(is_none_left)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

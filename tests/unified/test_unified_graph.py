@@ -58,3 +58,9 @@ def test_accesses_of_rows_that_are_not_there():
         unified.count_accesses([torch.tensor([1, 5])], 3)
     with pytest.raises(TypeError, match="`indexes` must be tensors of row numbers, or batches"):
         unified.count_accesses([None], 3)
+
+
+def test_accesses_over_two_types_of_nodes_are_refused():
+    graph = unified.Graph(torch.tensor([[0, 4], [1, 0]]), 2, 5)
+    with pytest.raises(ValueError, match="5 sources and 2 targets"):
+        unified.expected_accesses(graph, torch.tensor([0]), [2, 2], batch_size=1)

@@ -22,6 +22,7 @@ from penstock.tiers import Budget
 from penstock.unified._peer_link import link_bytes_for, num_buffers_for, part_rows_for, partners
 from penstock.unified._peer_rows import PeerRows
 from ranks import run_in_ranks, start_ranks
+from waiting import PATIENCE_S, eventually
 
 NUM_ROWS, WIDTH = 60_000, 128
 ROW_BYTES = 4 * WIDTH
@@ -293,17 +294,16 @@ def _read_on(features):
 
 
 def _dies(rank, folder, peers, how, folder_of_times):
-    features = opened(folder, rank, [0, 1, 2], peers, patience_s=10, num_held=5000)
+    # only one that is stopped must be waited for; on a busy machine, others may be silent for seconds
+    features = opened(folder, rank, [0, 1, 2], peers, patience_s=15 if how == "stop" else 10_000, num_held=5000)
     distributed.barrier()
     if rank == 1:
         if how == "exit":
             os._exit(3)
         os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
-    start_s = time.monotonic()
     with pytest.raises(RankError) as caught:
         _read_on(features)
     assert caught.value.ranks == (1,) and "rank 1" in str(caught.value)
-    assert time.monotonic() - start_s < 90  # a hang is noticed after 10 seconds, an end at once
     with pytest.raises(RankError):
         features[:]
     features.close()  # waits for nobody
@@ -319,7 +319,7 @@ def test_a_rank_that_dies_or_hangs_is_named(tmp_path, folder, peers, how):
     ranks = start_ranks(_dies, folder, peers, how, done, directory=tmp_path, num_ranks=3)
     try:
         for number in (0, 2):
-            ranks.processes[number].join(120)
+            ranks.processes[number].join(PATIENCE_S)
         assert sorted(path.name for path in done.iterdir()) == ["0", "2"]
     finally:
         for process in ranks.processes:
@@ -393,7 +393,7 @@ def _leaves_early(rank, folder):
     closing = threading.Thread(target=features.close)
     if rank == 0:
         closing.start()
-        time.sleep(0.2)
+        eventually(lambda: features._store._readers._is_closed)
         with pytest.raises(ValueError, match="closed"):
             features[0]
         assert closing.is_alive() and budget.held_bytes("host") > 0
@@ -412,12 +412,10 @@ def test_a_rank_that_closes_first_waits_for_the_others(tmp_path, folder):
 
 
 def _fails(rank, folder):
-    features = opened(folder, rank, [0, 1], "copies")
-    start_s = time.monotonic()
+    features = opened(folder, rank, [0, 1], "copies", patience_s=10_000)
     if rank == 0:
-        with pytest.raises(KeyError), features:
+        with pytest.raises(KeyError), features:  # waits for nobody, or for ever
             raise KeyError("of the user")
-        assert time.monotonic() - start_s < 30  # nobody waits 60 s
     distributed.barrier()
     if rank == 1:
         assert torch.equal(features[:], values(torch.arange(NUM_ROWS)))
@@ -436,12 +434,8 @@ def _gone(rank, folder):
     del features
     gc.collect()
     distributed.barrier()
-    for _ in range(300):
-        if not budget.held_bytes("host"):
-            break
-        time.sleep(0.1)
-    assert budget.held_bytes("host") == 0
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock answers")]
+    eventually(lambda: not budget.held_bytes("host"))
+    eventually(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("penstock answers")])
 
 
 def test_a_table_that_nobody_has_any_more_gives_its_memory_back(tmp_path, folder):
@@ -498,7 +492,7 @@ def test_scripts_that_close_nothing_end(tmp_path, folder):
         command[3] = rank
         processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     for process in processes:
-        out, error = process.communicate(timeout=120)
+        out, error = process.communicate(timeout=PATIENCE_S)
         assert (process.returncode, out.strip()) == (0, "done"), error
 
 
@@ -563,7 +557,7 @@ def _all_threads_fail(rank, folder):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE_S)
     features.close()
     os._exit(0 if failures == [(1,)] * 4 else 1)
 
@@ -572,8 +566,13 @@ def test_all_threads_that_read_hear_of_a_failure(tmp_path, folder):
     """More of them than there are buffers for answers."""
     ranks = start_ranks(_all_threads_fail, folder, directory=tmp_path, num_ranks=2)
     for process in ranks.processes:
-        process.join(120)
+        process.join(PATIENCE_S)
     assert [process.exitcode for process in ranks.processes] == [0, -signal.SIGKILL]
+
+
+def read_and_be_interrupted(features):
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    _read_on(features)
 
 
 def _interrupted(rank, folder):
@@ -583,11 +582,8 @@ def _interrupted(rank, folder):
     with opened(folder, rank, [0, 1], "copies") as features:
         if rank == 0:
             for _ in range(6):  # more often than there are buffers
-                threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-                start_s = time.monotonic()
                 with pytest.raises(KeyboardInterrupt):
-                    _read_on(features)
-                assert time.monotonic() - start_s < 20
+                    read_and_be_interrupted(features)
             rows = some_rows(3)
             assert torch.equal(features[rows], values(rows))
         distributed.barrier()
@@ -598,12 +594,10 @@ def test_a_reader_can_be_interrupted_and_read_again(tmp_path, folder):
 
 
 def _fails_before_it_connects(rank, folder):
-    start_s = time.monotonic()
-    with pytest.raises(BudgetError if rank else RankError) as caught:
-        opened(folder, rank, [0, 1], "copies", **({"host": "1MiB"} if rank else {}))
+    with pytest.raises(BudgetError if rank else RankError) as caught:  # at once, or never
+        opened(folder, rank, [0, 1], "copies", patience_s=10_000, **({"host": "1MiB"} if rank else {}))
     if not rank:
         assert caught.value.ranks == (1,) and "BudgetError" in str(caught.value)
-    assert time.monotonic() - start_s < 30  # and not the patience of 60 s
 
 
 def test_a_failure_before_connecting_is_heard_at_once(tmp_path, folder):
@@ -611,16 +605,18 @@ def test_a_failure_before_connecting_is_heard_at_once(tmp_path, folder):
 
 
 def _crossed(rank, folder):
-    tables = [opened(folder, rank, [0, 1], "copies") for _ in range(2)]
-    start_s = time.monotonic()
+    tables = [opened(folder, rank, [0, 1], "copies", patience_s=10_000) for _ in range(2)]
     for table in tables if rank else tables[::-1]:
-        table.close()
-    assert time.monotonic() - start_s < 30  # a few seconds, and not the patience of 60 s for each
+        table.close()  # waits a few seconds, or for ever
     distributed.barrier()
 
 
 def test_tables_may_be_closed_in_any_order(tmp_path, folder):
     run_in_ranks(_crossed, folder, directory=tmp_path)
+
+
+def num_open():
+    return len(os.listdir("/proc/self/fd"))
 
 
 def _nothing_is_left(rank, folder):
@@ -631,16 +627,10 @@ def _nothing_is_left(rank, folder):
         features = opened(folder, rank, [0, 1], "copies")
         assert torch.equal(features[some_rows(rank)], values(some_rows(rank)))
         features.close()
-        for _ in range(100):
-            names = [thread.name for thread in threading.enumerate() if thread.name.startswith("penstock")]
-            if not names:
-                break
-            time.sleep(0.1)
-        assert not names
+        eventually(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("penstock")])
         distributed.barrier()
-        now = len(os.listdir("/proc/self/fd"))
-        before = now if before is None else before
-        assert now <= before + 2
+        before = num_open() if before is None else before
+        eventually(lambda most=before + 2: num_open() <= most)
     child = os.fork()
     if not child:
         gc.collect()

@@ -9,10 +9,11 @@ import torch
 
 from penstock import unified
 from penstock.errors import TierReadError
+from penstock.storages import address
 from penstock.unified import _sharing
 from penstock.unified._disk import ReadReport, RowFiles
 from penstock.unified._files import find_table
-from penstock.unified._library import address, library
+from penstock.unified._library import library
 from penstock.unified._rows import RowType
 from penstock.unified._sharing import SharedReads, num_slots_in
 

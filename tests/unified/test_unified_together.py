@@ -16,6 +16,7 @@ from penstock.tiers import Budget
 from penstock.unified import _library
 from penstock.unified._share import share_host
 from ranks import run_in_ranks, start_ranks
+from waiting import PATIENCE_S, eventually
 
 NUM_ROWS, WIDTH = 100_000, 32
 TOTAL_BYTES = 4 * NUM_ROWS * WIDTH
@@ -236,14 +237,16 @@ def _read_and_wait(rank, path, folder):
 @pytest.mark.parametrize("attempt", range(3))
 def test_a_killed_rank_takes_nothing_with_it(tmp_path, path, attempt):
     processes = start_ranks(_read_and_wait, path, str(tmp_path), directory=tmp_path)
-    deadline = time.monotonic() + 120
-    while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):
-        assert time.monotonic() < deadline and all(process.is_alive() for process in processes.processes)
-        time.sleep(0.01)
+
+    def are_ready():
+        assert all(process.is_alive() for process in processes.processes)
+        return all((tmp_path / f"ready-{rank}").exists() for rank in range(2))
+
+    eventually(are_ready)
     time.sleep(0.02 * attempt)
     os.kill(processes.pids()[1], signal.SIGKILL)
     (tmp_path / "killed").touch()
-    processes.processes[0].join(120)
+    processes.processes[0].join(PATIENCE_S)
     assert processes.processes[0].exitcode == 0
     inode = (tmp_path / "inode").read_text()
     processes.processes[1].join()
@@ -262,7 +265,6 @@ def all_maps():
 
 def _silent(rank, path):
     if rank:
-        time.sleep(3)
         return
     with pytest.raises(RankError, match="rank 1 gave no sign of life for 1.0 s"):
         opened(path, rank, patience_s=1.0)

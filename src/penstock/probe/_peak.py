@@ -14,7 +14,7 @@ import gc
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,9 @@ class PeakReport:
     """Accelerator: the most that was requested, which ``peak_bytes`` rounds up. CPU: equal to ``peak_bytes``."""
     reserved_bytes: int
     """Accelerator: the most that the caching allocator had taken from the device. CPU: equal to ``peak_bytes``."""
-    timeline: tuple[tuple[float, int], ...]
+    timeline: tuple[tuple[float, int], ...] = field(repr=False)  # often a hundred thousand changes
     """``(seconds of time.time(), bytes held)`` after each change. Empty on an accelerator."""
-    result: Any  # any type the function returns
+    result: Any = field(repr=False)  # any type the function returns
     """The value that the call returned."""
 
 
@@ -243,7 +243,8 @@ def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
         if not hasattr(tensor, "__tensor_flatten__"):
             return []
         names, _ = tensor.__tensor_flatten__()
-        return [storage for name in names for storage in _storages(getattr(tensor, name))]
+        parts = (getattr(tensor, name) for name in names)  # a DTensor also names its mesh, which is no tensor
+        return [storage for part in parts if isinstance(part, torch.Tensor) for storage in _storages(part)]
     if tensor.layout is not torch.strided or torch._is_functional_tensor(tensor):
         return []
     try:

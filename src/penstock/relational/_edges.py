@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.storages import as_plain
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Edges:
@@ -58,6 +60,7 @@ def edges_of(
     num_node_types: int | None,
 ) -> Edges:
     """Return the edges with the sizes that are not given, as `RelationalGraph` describes. Raises ``ValueError``."""
+    edge_index = as_plain("edge_index", edge_index)
     if edge_index.dim() != 2 or edge_index.shape[0] != 2 or edge_index.dtype != torch.int64:
         raise ValueError(
             f"edge_index must be int64 of shape [2, num_edges] with sources first, got {edge_index.dtype} of shape "
@@ -66,6 +69,7 @@ def edges_of(
     device, num_edges = edge_index.device, edge_index.shape[1]
     if edge_type is None:
         edge_type = torch.zeros(num_edges, dtype=torch.int64, device=device)
+    edge_type = as_plain("edge_type", edge_type)
     _check_ids("edge_type", edge_type, num_edges, device)
     if num_nodes is None:
         num_nodes = max(int(row.max()) + 1 if num_edges else 0 for row in edge_index)
@@ -105,6 +109,7 @@ def _node_types_of(
             torch.zeros(sizes[1], dtype=torch.int64, device=device),
         )
     pair = node_type if isinstance(node_type, tuple) else (node_type, node_type)
+    pair = as_plain("node_type", pair[0]), as_plain("node_type", pair[1])
     for types, size in zip(pair, sizes, strict=True):
         _check_ids("node_type", types, size, device)
         if len(types) and bool((types[1:] < types[:-1]).any()):

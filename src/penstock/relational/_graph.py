@@ -15,6 +15,7 @@ from penstock.relational._edges import Edges, check_range, edges_of
 from penstock.relational._indexes import Indexes
 from penstock.relational._registry import Guard, register
 from penstock.relational._saved import load_graph, save_graph
+from penstock.storages import as_plain
 from penstock.tiers import Budget, Size
 
 
@@ -82,6 +83,7 @@ class RelationalGraph:
             total += count
         parts, types = [torch.empty(2, 0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
         for number, ((source, relation, target), edges) in enumerate(edge_index.items()):
+            edges = as_plain("edge_index", edges)
             for end, row in zip((source, target), edges, strict=True):
                 if end not in starts:
                     raise ValueError(

@@ -18,6 +18,7 @@ from penstock.relational._cover import Cover
 from penstock.relational._domain import EDGES, ENDS, OF_COVERS, Domain
 from penstock.relational._edges import Edges
 from penstock.relational._registry import Guard
+from penstock.storages import address
 from penstock.tiers import Budget, Charges
 
 _Made = TypeVar("_Made")
@@ -187,7 +188,7 @@ class Indexes:
         sizes = [edges.num_edges, len(sources.types), len(targets.types), edges.num_edge_types]
         library.penstock_cover.restype = ctypes.c_int64
         num_rows = library.penstock_cover(
-            *(ctypes.c_void_p(array.data_ptr()) for array in arrays), *map(ctypes.c_int64, sizes)
+            *(ctypes.c_void_p(address(array)) for array in arrays), *map(ctypes.c_int64, sizes)
         )
         if num_rows < 0:
             raise MemoryError(f"not enough memory to choose an end for each of {edges.num_edges} edges")
@@ -337,9 +338,9 @@ def counting_sort(keys: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torc
         return keys.argsort(stable=True).to(torch.int32), starts
     keys = keys.contiguous()
     positions, starts = torch.empty_like(keys, dtype=torch.int32), keys.new_empty(num_keys + 1)
-    pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (positions, starts))
+    pointers = (ctypes.c_void_p(address(tensor)) for tensor in (positions, starts))
     sizes = ctypes.c_int64(len(keys)), ctypes.c_int64(num_keys)
-    if library.penstock_counting_sort(ctypes.c_void_p(keys.data_ptr()), *sizes, *pointers):
+    if library.penstock_counting_sort(ctypes.c_void_p(address(keys)), *sizes, *pointers):
         raise MemoryError(f"not enough memory to sort {len(keys)} keys")
     return positions, starts
 
@@ -357,10 +358,10 @@ def pairs_of(
         return keys % max(1, num_nodes), keys // max(1, num_nodes), rows
     nodes, types = nodes.contiguous(), types.contiguous()
     results = [torch.empty_like(nodes) for _ in range(3)]
-    inputs = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (nodes, types)]
+    inputs = [ctypes.c_void_p(address(tensor)) for tensor in (nodes, types)]
     sizes = [ctypes.c_int64(size) for size in (len(nodes), num_nodes, num_types)]
     library.penstock_pairs.restype = ctypes.c_int64
-    count = library.penstock_pairs(*inputs, *sizes, *(ctypes.c_void_p(tensor.data_ptr()) for tensor in results))
+    count = library.penstock_pairs(*inputs, *sizes, *(ctypes.c_void_p(address(tensor)) for tensor in results))
     if count < 0:
         raise MemoryError(f"not enough memory to find the pairs of {len(nodes)} edges")
     return results[0][:count].clone(), results[1][:count].clone(), results[2]

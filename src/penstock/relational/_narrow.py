@@ -11,6 +11,7 @@ import torch
 from penstock.relational._domain import ENDS, Domain
 from penstock.relational._indexes import Indexes
 from penstock.relational._ir import Matmul, OuterSum, Program, Shape
+from penstock.storages import address
 
 MOST_NUMBERS = 8
 """The most numbers of a pair; they are also at most a fourth of a node's row. Tiles are as fast for more of them."""
@@ -89,8 +90,8 @@ def narrow(
     types = indexes.index_in_order(over, end, Domain.EDGE_TYPE)
     borders = indexes.remember(("borders of nodes", over, num_parts), lambda: _borders(starts, num_parts))
     sizes = CNarrow(
-        num_types, width, numbers, element_bytes, num_threads, num_parts, borders.data_ptr(), starts.data_ptr(),
-        None if positions is None else positions.data_ptr(), types.data_ptr(),
+        num_types, width, numbers, element_bytes, num_threads, num_parts, address(borders), address(starts),
+        address(positions), address(types),
     )  # fmt: skip
     sizes.keeps = positions, starts, types, borders  # type: ignore[attr-defined]  # alive as long as their addresses are used
     return sizes

@@ -19,6 +19,7 @@ from penstock.relational._lower import BlockedPass, BlockedSum, Kernel, Product,
 from penstock.relational._narrow import is_narrow_outer, is_narrow_score, is_narrow_sum, narrow
 from penstock.relational._products import CMatrices, CRows, CTyped, check, library
 from penstock.relational._steps import Compiled, ProgramCall
+from penstock.storages import address
 
 _PROCESS = os.getpid()
 """The process that may use OpenMP's threads: they do not survive a fork, so children use one thread."""
@@ -147,8 +148,8 @@ class _CCall(ProgramCall):
         if step.by is not None:
             positions, starts = indexes.order(step.over, step.by)
             context.num_groups = indexes.count(step.by)
-            context.starts = starts.data_ptr()
-            context.positions = None if positions is None else positions.data_ptr()
+            context.starts = address(starts)
+            context.positions = address(positions)
             context.keeps = tables, positions, starts  # type: ignore[attr-defined]
         return context
 
@@ -165,7 +166,7 @@ class _CCall(ProgramCall):
         check(
             self.compiled.products.penstock_typed_matmul(
                 ctypes.byref(typed), ctypes.byref(rows), ctypes.byref(matrices),
-                None if places is None else ctypes.c_void_p(places.data_ptr()), ctypes.c_void_p(result.data_ptr()),
+                ctypes.c_void_p(address(places)), ctypes.c_void_p(address(result)),
                 ctypes.c_int64(step.onto is not None), ctypes.c_int64(self.num_threads),
             )
         )  # fmt: skip
@@ -182,7 +183,7 @@ class _CCall(ProgramCall):
         if sizes is None:
             return False
         buffers = [self.value(matrix).contiguous(), self.value(row), self.make(step.place)]
-        matrices, rows, results = (ctypes.c_void_p(buffer.data_ptr()) for buffer in buffers)
+        matrices, rows, results = (ctypes.c_void_p(address(buffer)) for buffer in buffers)
         lie_so = ctypes.c_int64(operation.transposed)
         check(self.compiled.products.penstock_narrow_scores(ctypes.byref(sizes), matrices, lie_so, rows, results))
         return True
@@ -201,7 +202,7 @@ class _CCall(ProgramCall):
             return False
         result = self.make(part.place, writes_all=True) if part.onto is None else self.take(part.onto, part.place)
         buffers = [self.value(matrix).contiguous(), self.value(pair), result]
-        matrices, pairs, results = (ctypes.c_void_p(buffer.data_ptr()) for buffer in buffers)
+        matrices, pairs, results = (ctypes.c_void_p(address(buffer)) for buffer in buffers)
         lie_so, adds = ctypes.c_int64(not operation.transposed), ctypes.c_int64(part.onto is not None)
         check(self.compiled.products.penstock_narrow_sums(ctypes.byref(sizes), matrices, lie_so, pairs, results, adds))
         return True
@@ -220,7 +221,7 @@ class _CCall(ProgramCall):
         if sizes is None:
             return False
         buffers = [self.value(row), self.value(pair), self.make(place)]
-        rows, pairs, results = (ctypes.c_void_p(buffer.data_ptr()) for buffer in buffers)
+        rows, pairs, results = (ctypes.c_void_p(address(buffer)) for buffer in buffers)
         lie_so = ctypes.c_int64(not is_row_first)
         check(self.compiled.products.penstock_narrow_outers(ctypes.byref(sizes), rows, pairs, results, lie_so))
         return True
@@ -245,8 +246,8 @@ class _CCall(ProgramCall):
         arrays = (_CTable * len(tables))(*tables), (_CSum * len(sums))(*sums), (_COuterSum * len(outers))(*outers)
         blocks = _CPass(
             num_types=len(segments) - 1, element_bytes=self.compiled.dtype.itemsize, num_threads=num_threads,
-            num_tables=len(tables), num_sums=len(sums), num_outers=len(outers), segments=segments.data_ptr(),
-            borders=borders.data_ptr(), owners=owners.data_ptr(), tables=ctypes.addressof(arrays[0]),
+            num_tables=len(tables), num_sums=len(sums), num_outers=len(outers), segments=address(segments),
+            borders=address(borders), owners=address(owners), tables=ctypes.addressof(arrays[0]),
             sums=ctypes.addressof(arrays[1]), outers=ctypes.addressof(arrays[2]),
         )  # fmt: skip
         if kernel is not None:
@@ -280,7 +281,7 @@ class _CCall(ProgramCall):
         result = self.make(part.place) if part.onto is None else self.take(part.onto, part.place)
         typed, matrices = self._product(operation)
         left = self._operand(operation.operands[0], over, typed.inner, typed.num_heads, computed)
-        filled = _CSum(typed, left, matrices, result.data_ptr())
+        filled = _CSum(typed, left, matrices, address(result))
         filled.keeps = typed, left, matrices  # type: ignore[attr-defined]  # alive as long as their addresses are used
         return filled
 
@@ -294,7 +295,7 @@ class _CCall(ProgramCall):
         ]
         result = self.make(place)
         parts = result.new_empty(num_threads - 1, result.numel())
-        filled = _COuterSum(typed, *operands, result.data_ptr(), parts.data_ptr())
+        filled = _COuterSum(typed, *operands, address(result), address(parts))
         filled.keeps = typed, operands, parts  # type: ignore[attr-defined]
         return filled
 
@@ -318,7 +319,7 @@ class _CCall(ProgramCall):
         typed = self._typed(segments, math.prod(operation.shape[:-1]), inner, outer)
         value = self.value(matrix).contiguous()
         stride = inner * outer if math.prod(shape[:-2]) > 1 else 0
-        matrices = CMatrices(value.data_ptr(), stride, math.prod(shape), operation.transposed)
+        matrices = CMatrices(address(value), stride, math.prod(shape), operation.transposed)
         matrices.keeps = value  # type: ignore[attr-defined]  # alive as long as its address is used
         return typed, matrices
 
@@ -335,7 +336,7 @@ class _CCall(ProgramCall):
         ]
         check(
             self.compiled.products.penstock_typed_outer(
-                ctypes.byref(typed), ctypes.byref(rows[0]), ctypes.byref(rows[1]), ctypes.c_void_p(result.data_ptr()),
+                ctypes.byref(typed), ctypes.byref(rows[0]), ctypes.byref(rows[1]), ctypes.c_void_p(address(result)),
                 ctypes.c_int64(self.num_threads),
             )
         )  # fmt: skip
@@ -352,7 +353,7 @@ class _CCall(ProgramCall):
     def _typed(self, segments: torch.Tensor, num_heads: int, inner: int, outer: int) -> CTyped:
         typed = CTyped(
             num_types=len(segments) - 1, num_heads=num_heads, inner=inner, outer=outer,
-            element_bytes=self.compiled.dtype.itemsize, segments=segments.data_ptr(),
+            element_bytes=self.compiled.dtype.itemsize, segments=address(segments),
         )  # fmt: skip
         typed.keeps = segments  # type: ignore[attr-defined]  # alive as long as its address is used
         return typed
@@ -364,7 +365,7 @@ class _CCall(ProgramCall):
         index = self.lookup(place, over, by)
         size = math.prod(operation.shape)
         rows = CRows(
-            rows=value.data_ptr(), index=None if index is None else index.data_ptr(), row_stride=size,
+            rows=address(value), index=address(index), row_stride=size,
             head_stride=width if num_heads > 1 and size > width else 0,
         )  # fmt: skip
         rows.keeps = value, index  # type: ignore[attr-defined]
@@ -384,7 +385,7 @@ def _borders(indexes: Indexes, pairs: Domain, end: Domain, num_threads: int, *, 
 
 
 def _pointers(tensors: Sequence[torch.Tensor]) -> ctypes.c_void_p:
-    array = (ctypes.c_void_p * max(1, len(tensors)))(*(tensor.data_ptr() for tensor in tensors))
+    array = (ctypes.c_void_p * max(1, len(tensors)))(*(address(tensor) for tensor in tensors))
     pointer = ctypes.cast(array, ctypes.c_void_p)
     pointer.keeps = array, tensors  # type: ignore[attr-defined]
     return pointer

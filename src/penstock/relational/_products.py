@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from penstock import native
+from penstock.storages import address
 
 
 class CRows(ctypes.Structure):
@@ -88,12 +89,12 @@ class Typed:
         (``[types, outer, inner]`` if ``transposed``) and ``bias [types, outer]`` are in each type.
         """
         typed = self._sizes(left.shape[1], results.shape[1])
-        rows = CRows(left.data_ptr(), None, left.shape[1], 0)
-        right = CMatrices(matrices.data_ptr(), 0, matrices.stride(0), transposed)
+        rows = CRows(address(left), None, left.shape[1], 0)
+        right = CMatrices(address(matrices), 0, matrices.stride(0), transposed)
         if bias is not None:
-            right.bias, right.bias_stride = bias.data_ptr(), bias.stride(0)
+            right.bias, right.bias_stride = address(bias), bias.stride(0)
         status = self._library.penstock_typed_matmul(
-            ctypes.byref(typed), ctypes.byref(rows), ctypes.byref(right), None, ctypes.c_void_p(results.data_ptr()),
+            ctypes.byref(typed), ctypes.byref(rows), ctypes.byref(right), None, ctypes.c_void_p(address(results)),
             ctypes.c_int64(adds), ctypes.c_int64(self._num_threads),
         )  # fmt: skip
         check(status)
@@ -106,12 +107,12 @@ class Typed:
         ``x [rows, inner]`` is contiguous, as are ``gradients``, and ``weight [types, parts * outer, inner]``.
         """
         of_x, of_weight, of_bias = torch.empty_like(x), torch.empty_like(weight), weight.new_empty(weight.shape[:2])
-        addresses = (ctypes.c_void_p * len(gradients))(*(gradient.data_ptr() for gradient in gradients))
+        addresses = (ctypes.c_void_p * len(gradients))(*(address(gradient) for gradient in gradients))
         maps = CMaps(
-            self._sizes(x.shape[1], gradients[0].shape[1]), len(gradients), ctypes.addressof(addresses), x.data_ptr(),
-            weight.data_ptr(), of_x.data_ptr(),
+            self._sizes(x.shape[1], gradients[0].shape[1]), len(gradients), ctypes.addressof(addresses), address(x),
+            address(weight), address(of_x),
         )  # fmt: skip
-        results = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (of_weight, of_bias))
+        results = (ctypes.c_void_p(address(tensor)) for tensor in (of_weight, of_bias))
         check(
             self._library.penstock_differentiate_maps(ctypes.byref(maps), *results, ctypes.c_int64(self._num_threads))
         )
@@ -120,15 +121,15 @@ class Typed:
     def sum_outer(self, left: torch.Tensor, right: torch.Tensor, results: torch.Tensor) -> None:
         """Write for each type the sum of its rows' outer products, ``[types, inner, outer]``; all are contiguous."""
         typed = self._sizes(left.shape[1], right.shape[1])
-        rows = [CRows(side.data_ptr(), None, side.shape[1], 0) for side in (left, right)]
+        rows = [CRows(address(side), None, side.shape[1], 0) for side in (left, right)]
         status = self._library.penstock_typed_outer(
-            ctypes.byref(typed), ctypes.byref(rows[0]), ctypes.byref(rows[1]), ctypes.c_void_p(results.data_ptr()),
+            ctypes.byref(typed), ctypes.byref(rows[0]), ctypes.byref(rows[1]), ctypes.c_void_p(address(results)),
             ctypes.c_int64(self._num_threads),
         )  # fmt: skip
         check(status)
 
     def _sizes(self, inner: int, outer: int) -> CTyped:
-        return CTyped(len(self._segments) - 1, 1, inner, outer, self._dtype.itemsize, self._segments.data_ptr())
+        return CTyped(len(self._segments) - 1, 1, inner, outer, self._dtype.itemsize, address(self._segments))
 
 
 def check(status: int) -> None:

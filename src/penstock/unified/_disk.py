@@ -15,7 +15,8 @@ from typing import Protocol
 import torch
 
 from penstock.errors import TierDegradedWarning, TierReadError
-from penstock.unified._library import address, library
+from penstock.storages import address
+from penstock.unified._library import library
 from penstock.unified._page_cache import PageCache, known_bytes_for
 from penstock.unified._rows import RowType
 from penstock.unified._table import Table

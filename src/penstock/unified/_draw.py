@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.errors import FeatureFileError
+from penstock.storages import address
 from penstock.unified._gather import has_triton, launch
 from penstock.unified._graph import Graph
-from penstock.unified._library import address, library, threads_for
+from penstock.unified._library import library, threads_for
 from penstock.unified._tensor import UnifiedTensor, wrap
 
 _MASK = 0xFFFFFFFF

@@ -11,6 +11,7 @@ import torch
 
 from penstock.directio import warn_of_memory
 from penstock.errors import BudgetError
+from penstock.storages import as_plain
 from penstock.tiers import Budget, Charges, DiskSpec
 from penstock.unified._aligned import check_all, stride_for
 from penstock.unified._disk import RowFiles, RowReader
@@ -53,7 +54,7 @@ def source_of(source: Any, key: str | None) -> RowSource:
                 f"`source` must be a dense tensor [rows, ...] in host memory, got shape {tuple(source.shape)} on "
                 f"{source.device}: TieredFeatures(tensor.cpu(), ...)"
             )
-        tensor = source.detach().resolve_conj().resolve_neg()
+        tensor = as_plain("source", source).detach().resolve_conj().resolve_neg()
     else:
         table = find_table(source, key)
         return RowSource(shape=table.shape, dtype=table.dtype, table=table)

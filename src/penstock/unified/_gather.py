@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from penstock.storages import as_plain
 from penstock.unified._memory import Memory
 from penstock.unified._rows import RowType, as_index, check_range, gather, is_plain_table, out_of_range, read_rows
 
@@ -44,6 +45,8 @@ def gather_rows(
     ``index`` has any shape. ``memory`` is the table's if it is registered. Raises ``IndexError`` for rows that do not
     exist; on a device, the next gather raises it, or this one if ``verify`` is set.
     """
+    if type(index) is not torch.Tensor:  # a kernel reads its address
+        index = as_plain("index", index)
     if not len(table) and index.numel():
         raise out_of_range(int(index.reshape(-1)[0]), 0, 0, wraps=wraps)
     if device is not None and memory is not None and memory.is_registered and is_plain_table(table):

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from penstock.arguments import checked, must_be
-from penstock.unified._library import address, library
+from penstock.storages import address, as_plain
+from penstock.unified._library import library
 from penstock.unified._read_ahead import ReadAhead
 
 _MOST_EDGES = 4 * 2**20
@@ -29,6 +30,7 @@ class Graph:
 
     @checked("Graph(torch.stack([sources, targets]))", num_nodes=0, num_sources=0)
     def __init__(self, edge_index: torch.Tensor, num_nodes: int | None = None, num_sources: int | None = None):
+        edge_index = as_plain("edge_index", edge_index)
         if edge_index.dim() != 2 or len(edge_index) != 2 or edge_index.dtype is not torch.int64:
             raise ValueError(
                 f"edge_index must be int64 of shape [2, edges] with sources above targets, got {edge_index.dtype} of "
@@ -70,8 +72,11 @@ class Graph:
     @checked("Graph.from_csc(colptr, row)")
     def from_csc(starts: torch.Tensor, sources: torch.Tensor, positions: torch.Tensor | None = None) -> "Graph":
         """Make a graph from arrays as the class describes them; arrays of the right type are not copied."""
-        starts, sources = starts.to("cpu", torch.int64).contiguous(), sources.cpu()
-        positions = None if positions is None else positions.cpu()
+        starts, sources = (
+            as_plain("starts", starts).to("cpu", torch.int64).contiguous(),
+            as_plain("sources", sources).cpu(),
+        )
+        positions = None if positions is None else as_plain("positions", positions).cpu()
         if starts.dim() != 1 or not len(starts) or int(starts[0]) or int(starts[-1]) != len(sources):
             raise ValueError(
                 f"`starts` must go from 0 to the number of edges, {len(sources)}: Graph.from_csc(colptr, row)"
@@ -125,8 +130,14 @@ def expected_accesses(
     This is reverse PageRank from the training seeds along sampled edges, hop by hop. Each edge is weighted by the
     probability that its target draws it (Data Tiering, arXiv 2111.05894, section 4.2). A row is read once per
     mini-batch however often its node is visited; probabilities are multiplied as if a node's visits were independent.
-    Cost: one pass over the edges per hop.
+    Cost: one pass over the edges per hop. Raises ``ValueError`` for a graph whose sources are nodes of another type.
     """
+    if graph.num_sources != graph.num_nodes:
+        raise ValueError(
+            f"`graph` must have the same nodes as sources and as targets, got {graph.num_sources} sources and "
+            f"{graph.num_nodes} targets: the nodes of two types would be taken for one another. Count what a "
+            "HeteroNeighborSampler reads instead: count_accesses((sample.nodes['a'] for sample in samples), num_rows)"
+        )
     degrees = graph.degrees().double()
     reached = torch.zeros(graph.num_nodes, dtype=torch.float64, device="cpu")
     frontier = torch.zeros(graph.num_nodes, dtype=torch.float64, device="cpu")
@@ -153,7 +164,7 @@ def count_accesses(indexes: Iterable[torch.Tensor | Any], num_rows: int) -> torc
         if not isinstance(rows, torch.Tensor) or rows.is_floating_point():
             example = "count_accesses((batch.nodes for batch in loader), num_rows=len(features))"
             raise must_be("indexes", "tensors of row numbers, or batches with `n_id` or `nodes`", batch, example)
-        rows = rows.reshape(-1).cpu()
+        rows = as_plain("indexes", rows).reshape(-1).cpu()
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
             raise ValueError(
                 f"`num_rows` must be above every row that is read, got {num_rows}; rows from {int(rows.min())} to "
@@ -171,6 +182,7 @@ def as_seeds(seeds: Any, num_nodes: int) -> torch.Tensor:
     """
     if not isinstance(seeds, torch.Tensor):
         raise TypeError(f"`seeds` must be a tensor of node numbers, got {type(seeds).__name__}: torch.as_tensor(seeds)")
+    seeds = as_plain("seeds", seeds)
     if seeds.dtype is torch.bool:
         if tuple(seeds.shape) != (num_nodes,):
             raise IndexError(

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from penstock.arguments import checked, must_be
+from penstock.storages import as_plain
 from penstock.tiers import Size
 from penstock.unified._aligned import header_page, read_at
 from penstock.unified._graph import Graph, by_target, type_for
@@ -111,7 +112,7 @@ def _is_typed(part: Any) -> bool:
 def _checked_part(part: Any) -> torch.Tensor:
     if not isinstance(part, torch.Tensor) or part.dim() != 2 or len(part) != 2 or part.dtype is not torch.int64:
         raise must_be("edges", "int64 [2, edges] with sources above targets, or what yields such parts", part, EXAMPLE)
-    return part
+    return as_plain("edges", part)
 
 
 def _parts(
@@ -125,8 +126,9 @@ def _parts(
             raise ValueError(f"`edges` must all have types or none, got both kinds from number {begin} on: {EXAMPLE}")
         is_typed = _is_typed(part)
         ends, types = part if is_typed else (part, None)
-        types = None if types is None else _checked_types(types, _checked_part(ends))
-        for first in range(0, _checked_part(ends).shape[1], most_edges):
+        ends = _checked_part(ends)
+        types = None if types is None else _checked_types(as_plain("edges", types), ends)
+        for first in range(0, ends.shape[1], most_edges):
             piece = ends[:, first : first + most_edges].cpu()
             low, (most_source, most_target) = int(piece.min()), piece.amax(1).tolist()
             if low < 0 or most_source >= num_sources or most_target >= num_nodes:

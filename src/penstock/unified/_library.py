@@ -71,8 +71,3 @@ def library(name: str = "unified") -> ctypes.CDLL | None:
 def threads_for(size_bytes: int) -> int:
     """Return the number of threads to process that many bytes."""
     return 1 if os.getpid() != _PROCESS or size_bytes < _SERIAL_BYTES else torch.get_num_threads()
-
-
-def address(tensor: torch.Tensor | None) -> int | None:
-    """Return the address of a tensor's first number; ``None`` for ``None``."""
-    return None if tensor is None else tensor.data_ptr()

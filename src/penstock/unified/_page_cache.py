@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from penstock.unified._library import address, threads_for
+from penstock.storages import address
+from penstock.unified._library import threads_for
 from penstock.unified._table import Table
 
 _GROUP_PAGES = 32

@@ -5,7 +5,8 @@ import resource
 
 import torch
 
-from penstock.unified._library import address, library
+from penstock.storages import address
+from penstock.unified._library import library
 
 _FAULTY_SHARE = 1 / 64
 """Share of the places touched that had to be waited for, above which they are asked for in advance."""

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from penstock.unified._library import address, library, threads_for
+from penstock.storages import address, as_plain
+from penstock.unified._library import library, threads_for
 
 _KINDS = {torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 """Stored types that are widened to float32, with the C library's number for each; 0 means copy."""
@@ -64,7 +65,7 @@ class RowType:
                 "take none"
             )
         if scale is not None:
-            scale = torch.as_tensor(scale, dtype=torch.float32, device="cpu")
+            scale = as_plain("scale", torch.as_tensor(scale)).to(device="cpu", dtype=torch.float32)
             if scale.numel() not in (1, width):
                 raise ValueError(f"`scale` must have one number or {width}, one for each column, got {scale.numel()}")
             scale = scale.reshape(-1).expand(width).contiguous()
@@ -88,8 +89,9 @@ class RowType:
     def into(self, out: torch.Tensor) -> CResult:
         """Return ``out``, ``[rows, *shape]`` and contiguous, as a struct for the C library."""
         width, kind = self.width, _KINDS[self.stored] if self.is_converted else 0
-        scale = None if self.scale is None else self.scale.data_ptr()
-        return CResult(out.data_ptr(), width * self.dtype.itemsize, width * self.stored.itemsize, width, scale, kind)
+        return CResult(
+            address(out), width * self.dtype.itemsize, width * self.stored.itemsize, width, address(self.scale), kind
+        )
 
     def empty(self, *leading: int, device: torch.device | str = "cpu", is_pinned: bool = False) -> torch.Tensor:
         """Allocate rows; in main memory they may be pinned, so that a device copies them by itself."""

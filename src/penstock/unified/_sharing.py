@@ -4,8 +4,9 @@ import ctypes
 
 import torch
 
+from penstock.storages import address
 from penstock.unified._disk import ReadReport, RowReader
-from penstock.unified._library import address, library
+from penstock.unified._library import library
 from penstock.unified._rows import RowType
 
 _WAYS = 8

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.storages import address, as_plain
 from penstock.unified._counts import Counts
 from penstock.unified._disk import RowFiles
 from penstock.unified._gather import gather_rows, has_triton, in_order, start_gather
-from penstock.unified._library import address, library
+from penstock.unified._library import library
 from penstock.unified._memory import InPlace, Memory
 from penstock.unified._peer_rows import PeerRows
 from penstock.unified._readers import Readers
@@ -111,6 +112,8 @@ class RowStore:
         Raises ``IndexError`` for rows that do not exist, ``TierReadError`` if the disk fails, ``ValueError`` with the
         message ``closed`` after `close`.
         """
+        if type(index) is not torch.Tensor:
+            index = as_plain("index", index)
         with self._readers:
             if self.device.type == "cpu":
                 return self._read_by_cpu(index)

@@ -18,6 +18,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from penstock.arguments import checked
+from penstock.storages import as_plain
 from penstock.tiers import Budget
 from penstock.unified._gather import gather_rows
 from penstock.unified._memory import InPlace, Memory, exact
@@ -289,13 +290,12 @@ def wrap(tensor: torch.Tensor, *, prefer: Preference = "device") -> UnifiedTenso
     if isinstance(tensor, UnifiedTensor):
         same = UnifiedTensor(tensor.in_place.plain, tensor.in_place.memory, prefer)
         return same.requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"`tensor` must be dense, got {tensor.layout}; wrap its parts, or tensor.to_dense()")
     if tensor.device.type != "cpu":
         raise ValueError(
             f"`tensor` must be in host memory, got one on {tensor.device}, where operators already run at full speed: "
             "wrap(tensor.cpu())"
         )
+    tensor = as_plain("tensor", tensor)
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError("`tensor` must not be a lazy conjugate or negative: wrap(tensor.resolve_conj().resolve_neg())")
     if not tensor.is_leaf:
@@ -352,13 +352,15 @@ def gather(
             f"{tuple(table.shape)} and row numbers of {index.dtype}"
         )
     kind = RowType.of(tuple(table.shape[1:]), table.dtype, dtype, scale)
-    host, memory, device = table.detach(), None, None
+    memory, device = None, None
     if isinstance(table, UnifiedTensor):
         host, memory, device = table.in_place.plain, table.in_place.memory, _where([index], [table])
     elif table.device.type != "cpu":
         raise ValueError(
             f"`table` must be in host memory, got one on {table.device}; table[index] reads it at full speed there"
         )
+    else:
+        host = as_plain("table", table).detach()
     return gather_rows(host, index, device, memory, kind, sort=sort, verify=verify)
 
 

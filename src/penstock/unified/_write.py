@@ -15,6 +15,7 @@ import torch
 
 from penstock.arguments import checked, must_be
 from penstock.checkpoints import synchronize
+from penstock.storages import as_plain
 from penstock.unified._aligned import (
     CHUNK_BYTES,
     DTYPES,
@@ -171,6 +172,7 @@ def write_at(file: Any, view: memoryview, offset: int) -> None:
 
 def _blocks(source: Any, key: str | None) -> tuple[Iterator[torch.Tensor], int | None]:
     if isinstance(source, torch.Tensor):
+        source = as_plain("source", source)
         rows = max(1, CHUNK_BYTES // max(1, source[:1].nbytes))
         return (source[begin : begin + rows] for begin in range(0, max(1, len(source)), rows)), len(source)
     if isinstance(source, str | os.PathLike):
@@ -185,7 +187,7 @@ def _checked_block(block: Any) -> torch.Tensor:
     if not isinstance(block, torch.Tensor) or not block.dim():
         example = "write_features('rows.features', (tensor for tensor in blocks))"
         raise must_be("source", "a tensor, a file, or what yields tensors [rows, ...]", block, example)
-    return block
+    return as_plain("source", block)
 
 
 def _from_table(table: Table) -> Iterator[torch.Tensor]:
