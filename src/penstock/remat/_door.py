@@ -49,11 +49,18 @@ def modules_of(function: Any) -> tuple[nn.Module, ...]:
     owner = getattr(function, "__self__", None)
     if isinstance(owner, nn.Module):
         return (owner,)
-    named = list(getattr(owner, "__dict__", {}).values())
+    return tuple({id(value): value for value in _named_in(function) if isinstance(value, nn.Module)}.values())
+
+
+def _named_in(function: Any) -> list[Any]:
+    """Return what a function refers to by names of its closure, its globals, and its object."""
+    if isinstance(function, nn.Module):
+        return []
+    named = list(getattr(getattr(function, "__self__", None), "__dict__", {}).values())
     with contextlib.suppress(TypeError, ValueError):
         names = inspect.getclosurevars(inspect.unwrap(function))
         named += (*names.nonlocals.values(), *names.globals.values())
-    return tuple({id(module): module for module in named if isinstance(module, nn.Module)}.values())
+    return named
 
 
 def _tensors_of(arguments: Any) -> list[torch.Tensor]:
@@ -65,7 +72,8 @@ class Door:
 
     def __init__(self, session: Session, function: Any = None):
         self.session = session
-        session.beside.modules = modules_of(function)
+        session.beside.knows(modules_of(function))
+        self._named = _named_in(function)
         self._rest = EagerRest()
         self.counts = True
         """Whether the bytes that the eager rest saves can be counted."""
@@ -74,13 +82,15 @@ class Door:
 
     @contextlib.contextmanager
     def call(self, *arguments: Any) -> Iterator[None]:
-        """Enclose one call with these arguments, as far as they are known."""
+        """Enclose one call with these arguments; without any, it is a call of what ``torch.compile`` has returned."""
         session = self.session
         before, _running.session = _running.session, session
         session.num_calls += 1
         try:
-            if not session.beside.modules and not session.pieces:
-                session.beside.modules = modules_of(_dynamo.compiled_function())
+            if not arguments:
+                function, arguments = _dynamo.running_call()
+                if not session.beside.modules and not session.pieces:
+                    session.beside.knows(modules_of(function))
             session.held_by_ddp(_dynamo.held_by_ddp(session.beside.modules))
             standing = (
                 *(buffer for module in session.beside.modules for buffer in module.buffers()),
@@ -93,6 +103,8 @@ class Door:
             ):
                 self._meter.end()
                 session.settle()
+                if torch.is_grad_enabled():
+                    session.look(_tensors_of((arguments, self._named)))
                 if session.wants_to_be_measured and self._offloading is None and torch.is_grad_enabled():
                     session.could_be_measured(self._meter.begin(session.device))
                 yield
@@ -113,7 +125,7 @@ class Door:
             make: MakeOffloading = pkgutil.resolve_name(_OFFLOADING)
             modules = self.session.beside.modules
             module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-            self._offloading = make(module, self.session.settings.account())
+            self._offloading = make(module, self.session.settings.account)
 
     def close(self) -> None:
         """Close the step. It cannot be called again."""

@@ -210,19 +210,19 @@ def _context_of_ours(wrapper: Any) -> Any:
     return contextlib.nullcontext if find is None else find(wrapper.kwargs)
 
 
-def compiled_function() -> Any:
-    """Return the function that is being called, as the user gave it to ``torch.compile``; else ``None``.
+def running_call() -> tuple[Any, Any]:
+    """Return the function that is being called, as the user gave it to ``torch.compile``, and its arguments.
 
-    Works inside the context around a call.
+    Works inside the context around a call; elsewhere both are ``None``.
     """
     frame = sys._getframe(1)
     for _ in range(12):
         if frame.f_code.co_name == "compile_wrapper" and "fn" in frame.f_locals:
-            return frame.f_locals["fn"]
+            return frame.f_locals["fn"], (frame.f_locals.get("args"), frame.f_locals.get("kwargs"))
         if frame.f_back is None:
-            return None
+            break
         frame = frame.f_back
-    return None
+    return None, None
 
 
 def held_by_ddp(modules: Sequence[nn.Module]) -> int:

@@ -177,6 +177,8 @@ class Variant:
     """Recipes kept alive for the operators that are captured whole."""
     halves: dict[tuple[Decision, ...], PlannedHalves] = field(default_factory=dict)
     """Both halves by decisions, the most recently used last."""
+    has_run: bool = False
+    """Whether a step with it has ended."""
     leanest: RematPlan | None = None
     """The plan that leaves the fewest bytes for backward, once it was needed."""
 

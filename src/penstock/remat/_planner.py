@@ -20,6 +20,8 @@ from penstock.remat._together import merged, plans_of
 from penstock.remat._verify import verify
 
 _MAX_PLANNED = 256
+_WORTH_PLANNING = 20
+"""Divisor of the budget: a lean step is planned again once at least that part of it has become free."""
 _TOLERANCE = 200
 """Divisor of the budget: a step that exceeds it by at most that part counts as keeping it."""
 
@@ -75,8 +77,9 @@ class Planner:
             try:
                 following = step.following = self._planned_alone(variant, statics)
             except BudgetError:
-                if not self._beside.outside_bytes:  # otherwise it runs as lean as it can, and the user is warned
+                if not self._is_excused(variant):
                     raise
+                following = step.following = self._as_low_as_it_goes([Done(variant, statics)])
         if following is None:
             step.is_new = True
             return self._as_larger(step, variant, statics) or self._leanest(step, variant, statics)
@@ -96,6 +99,13 @@ class Planner:
             say = self.not_kept.first if step.is_new else self.not_kept.lowest
             say(peak_bytes, budget_bytes)
 
+    def _is_excused(self, variant: Variant) -> bool:
+        """Whether a graph that does not fit runs as lean as it can, and the user is warned, instead of an error.
+
+        That is so once training runs, and if it does not fit because of something that is not its own.
+        """
+        return variant.has_run or self._beside.outside_bytes + self._beside.found_bytes > 0
+
     def _is_a_step(self, variant: Variant) -> bool:
         """Whether a graph that is called first is its whole step, as it was for other kinds of arguments."""
         does = variant.piece.does
@@ -109,7 +119,7 @@ class Planner:
         for known in self.sequences.of_larger(*_so_far(step, variant)):
             if known.planned is None or known.planned.budget_bytes <= budget_bytes:
                 graph_plan = plan_of(problem, known.plans[len(step.calls)].decisions)
-                self._share.take(problem, graph_plan, statics.parameters)
+                self._charge(problem, graph_plan, statics.parameters)
                 if known.planned is None:
                     self.must_fit(step, variant, graph_plan, statics)
                 return graph_plan
@@ -126,10 +136,15 @@ class Planner:
             room_bytes = budget_bytes - self._beside_bytes(step, variant, statics)
         if variant.leanest is None or variant.leanest.peak_bytes > room_bytes:
             variant.leanest = leanest_plan(problem, room_bytes, method=self._settings.method)
-            if variant.leanest.peak_bytes > budget_bytes:  # raises, and says what needs it, if it cannot fit alone
-                plan(problem, budget_bytes, method=self._settings.method)
+            whole = replace(problem, static_bytes=problem.static_bytes + self._beside.standing_bytes())
+            if variant.leanest.peak_bytes + whole.static_bytes - problem.static_bytes > budget_bytes:
+                try:  # raises, and says what needs it, if it cannot fit alone
+                    plan(whole, budget_bytes, method=self._settings.method)
+                except BudgetError:
+                    if not self._is_excused(variant):
+                        raise
         self.must_fit(step, variant, variant.leanest, statics)
-        self._share.take(problem, variant.leanest, statics.parameters)
+        self._charge(problem, variant.leanest, statics.parameters)
         return variant.leanest
 
     def _beside_bytes(self, step: Step, variant: Variant, statics: Statics) -> int:
@@ -141,9 +156,26 @@ class Planner:
 
     # What a step teaches
 
+    def settle(self) -> None:
+        """Forget plans that no longer fit, since more stands beside them, or that are leaner than they need be."""
+        standing_bytes, limit_bytes = self._beside.standing_bytes(), self._share.device_bytes
+        for known in self.sequences.all():
+            planned = known.planned
+            if known.is_provisional and self._beside.optimizers.are_known:
+                self.sequences.forget()
+            if limit_bytes is None or known.limit_bytes is None:
+                continue
+            grown_bytes = standing_bytes - known.standing_bytes + known.limit_bytes - limit_bytes
+            over_bytes = 0 if planned is None else planned.peak_bytes + grown_bytes - planned.budget_bytes
+            is_lean = planned is None or planned.plan.extra_s > 0
+            if over_bytes > limit_bytes // _TOLERANCE or (is_lean and -grown_bytes > limit_bytes // _WORTH_PLANNING):
+                self.sequences.forget()
+
     def learn(self, step: Sequence[Done], *, is_new: bool) -> None:
         """Plan the graphs that a step has called, if the sequence is new."""
         self._whole_steps.add(tuple(done.variant.piece.does for done in step))
+        for done in step:
+            done.variant.has_run = True
         if is_new and not self.sequences.has([done.variant for done in step]):
             try:
                 self._planned_together(step)
@@ -155,15 +187,16 @@ class Planner:
     def was_measured(self, step: Step, taken_bytes: int) -> None:
         """Note the bytes that a step took beyond those at its start. An excess leaves less for the graphs."""
         planned = None if step.following is None else step.following.planned
-        had_backward = all(done.call is not None and done.call.had_backward for done in step.calls)
-        if planned is None or not planned.has_budget or not had_backward or not step.calls:
+        if planned is None or not planned.has_budget or not step.calls:
             return
         key = tuple(id(done.variant) for done in step.calls)
         peak_bytes = taken_bytes + self._beside.standing_before(step.calls)
         excess_bytes = peak_bytes - planned.budget_bytes
         if excess_bytes <= planned.budget_bytes // _TOLERANCE:
-            self.measured.keeps(key, self.sequences)
-        elif self.measured.exceeds(key):
+            if all(done.call is not None and done.call.had_backward for done in step.calls):
+                self.measured.keeps(key, self.sequences)
+            return
+        if self.measured.exceeds(key):
             self._beside.outside_bytes += peak_bytes - planned.peak_bytes + excess_bytes // 8
             self.sequences.forget()
             step.is_new = True
@@ -197,8 +230,8 @@ class Planner:
         elsewhere = {key: size for key, size in self._beside.modules_bytes().items() if key not in statics.parameters}
         unchanged_bytes = max(0, statics.gradient_bytes - captured.gradient_bytes)  # the graph adds nothing to these
         beside_bytes = self._beside.eager_bytes + unchanged_bytes + sum(elsewhere.values())
-        if beside_bytes:
-            problem = replace(problem, static_bytes=problem.static_bytes + beside_bytes)
+        static_bytes = problem.static_bytes + self._beside.standing_bytes() + beside_bytes
+        problem = replace(problem, static_bytes=static_bytes)
         planned = self._plan(problem, statics.parameters, [variant])
         return self._remember([variant], (planned.plan,), planned)
 
@@ -222,12 +255,12 @@ class Planner:
             if peak_bytes > budget_bytes:
                 self.not_kept.perhaps_first(peak_bytes, budget_bytes)
 
-    def _as_low_as_it_goes(self, step: Sequence[Done]) -> None:
-        """Let steps like one that has run and does not fit take as little as they can."""
+    def _as_low_as_it_goes(self, step: Sequence[Done]) -> Known:
+        """Let steps like one that does not fit take as little as they can."""
         problems = [done.variant.problem for done in step if done.variant.problem is not None]
         problem = merged(problems, links_of(step), self._beside.static_bytes(step))
         step_plan = lowest_plan(problem, method=self._settings.method)
-        self._remember([done.variant for done in step], plans_of(problems, step_plan), None)
+        return self._remember([done.variant for done in step], plans_of(problems, step_plan), None)
 
     def _plan(self, problem: RematProblem, parameters: dict[int, int], variants: Sequence[Variant]) -> Planned:
         budget_bytes = self._share.budget_bytes(problem, parameters)
@@ -235,17 +268,33 @@ class Planner:
             (known.planned.plan.decisions for known in self.sequences.alike(variants) if known.planned is not None),
             None,
         )
-        step_plan = plan(problem, budget_bytes, method=self._settings.method, like=like)
+        step_plan = lowest_plan(problem, method=self._settings.method) if self._is_provisional else None
+        if step_plan is None or step_plan.peak_bytes > budget_bytes:
+            step_plan = plan(problem, budget_bytes, method=self._settings.method, like=like)
         verify(problem, step_plan)
-        self._share.take(problem, step_plan, parameters)
+        self._charge(problem, step_plan, parameters)
         self.num_planned += 1
         del self.planned[:-_MAX_PLANNED]
         shapes = tuple(variant.arguments.shapes for variant in variants)
         self.planned.append(Planned(problem=problem, plan=step_plan, budget_bytes=budget_bytes, shapes=shapes))
         return self.planned[-1]
 
+    @property
+    def _is_provisional(self) -> bool:
+        """Whether a plan takes as little as it can, because the state of an optimizer is not known yet."""
+        return self._share.device_bytes is not None and not self._beside.optimizers.are_known
+
+    def _charge(self, problem: RematProblem, step_plan: RematPlan, parameters: dict[int, int]) -> None:
+        """Charge the account with a step, without what was found beside it, since that is not the step's."""
+        if self._share.is_charged:
+            static_bytes = problem.static_bytes - self._beside.found_bytes
+            self._share.take(static_bytes, step_plan.peak_bytes - problem.static_bytes, parameters)
+
     def _remember(self, variants: Sequence[Variant], plans: tuple[RematPlan, ...], planned: Planned | None) -> Known:
-        known = Known(tuple(variants), plans, planned)
+        known = Known(
+            tuple(variants), plans, planned, self._beside.standing_bytes(), self._share.device_bytes,
+            is_provisional=self._is_provisional,
+        )  # fmt: skip
         self.measured.planned(self.sequences.remember(known), is_new=planned is not None)
         return known
 

@@ -11,7 +11,7 @@ If the budget still cannot be kept: `BudgetNotKeptWarning`, or the `BudgetError`
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from penstock.remat._calls import Done, Statics
 from penstock.remat._describe import describe
 from penstock.remat._explain import NOTHING_PLANNED, Planned
 from penstock.remat._halves import Emitter
+from penstock.remat._measured import is_due
 from penstock.remat._piece import Call, GraphPiece, PlannedHalves, RehearsalOver, Variant
 from penstock.remat._plan import RematPlan
 from penstock.remat._planner import Planner, Step
@@ -61,8 +62,8 @@ class Session:
         self.num_calls = 0
         """Number of calls of what was compiled, so far."""
         self.has_warned_of_pieces = False
-        self.beside = Beside(settings)
         self._share = Share(settings)
+        self.beside = Beside(settings, self._share)
         self.planner = Planner(settings, self.beside, self._share)
         self.emitter = Emitter(settings)
         self._costs = Costs() if settings.machine is None else ModelledCosts(settings.machine)
@@ -111,7 +112,7 @@ class Session:
 
     def describe(self, variant: Variant) -> RematProblem:
         """Return the problem of a captured graph alone, with measured operators."""
-        return describe(variant, self.settings, self._costs, self.beside.standing_bytes())
+        return describe(variant, self.settings, self._costs)
 
     def emitted(self, variant: Variant, plan: RematPlan) -> PlannedHalves:
         """Return both halves of a variant by a plan for it."""
@@ -119,7 +120,8 @@ class Session:
         assert captured is not None and problem is not None
         if self.settings.compiler == "inductor":
             room_bytes = self._share.budget_bytes(problem, {})
-            allowed_bytes = room_bytes - problem.static_bytes + in_every_call(captured)
+            static_bytes = problem.static_bytes + self.beside.standing_bytes()
+            allowed_bytes = room_bytes - static_bytes + in_every_call(captured)
         return self.emitter.halves(variant, plan, allowed_bytes)
 
     def begin(self, variant: Variant, arguments: Sequence[Any]) -> Call:
@@ -129,6 +131,8 @@ class Session:
             if len(step.calls) >= _MAX_CALLS:
                 step.live.clear()
             self.settle()
+            if not step.calls:
+                self._share.begin_step(self.device)
             statics = Statics(arguments, accumulates=self.settings.accumulates)
             plan = self.planner.plan_for(step, variant, statics, is_one_graph=self.is_one_graph)
             call = Call(variant.emitted(plan), plan, self._over)
@@ -176,6 +180,16 @@ class Session:
                 calls, is_new = self._step.end()
                 if calls:
                     self.planner.learn(calls, is_new=is_new)
+                if self.beside.optimizers.is_changed:
+                    self.beside.optimizers.is_changed = False
+                    self.planner.settle()
+
+    def look(self, arguments: Iterable[torch.Tensor]) -> None:
+        """Look at what the process holds beside the step, of which ``arguments`` are those of the next call."""
+        with self._lock:
+            if is_due(self.num_calls) and not self._waiting and self._share.device_bytes is not None:
+                self.beside.look(self.device, arguments)
+                self.planner.settle()
 
     def rest_saved(self, size_bytes: int) -> None:
         """Note what the eager rest of a call has saved. A new maximum leaves less for the graphs."""
@@ -207,13 +221,14 @@ class Session:
     def device(self) -> torch.device:
         """The device of the step."""
         known = [device for piece in self.pieces for device in piece.devices()]
+        known = known or [tensor.device for module in self.beside.modules for tensor in module.parameters()]
         return max(known, key=is_accelerator, default=torch.device("cpu"))
 
     @property
     def wants_to_be_measured(self) -> bool:
         """Whether steps were planned, or cannot be, and the peak of some is not known yet."""
         is_known = bool(self.planner.sequences) if self.pieces else self.beside.rest_bytes > 0
-        return self._share.device_bytes is not None and is_known and self.planner.measured.may_go_on
+        return self._share.device_bytes is not None and is_known and self.planner.measured.goes_on(self.num_calls)
 
     def could_be_measured(self, answer: bool) -> None:
         """Note whether a measurement could begin. If it never can, warn the user."""
