@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.arguments import checked, must_be
 from penstock.remat import _dynamo
+from penstock.remat._aside import Aside
 from penstock.remat._explain import Planned
 from penstock.remat._meter import StepMeter
 from penstock.remat._rest import EagerRest, MakeOffloading, Offloading, is_refused_beside
@@ -78,7 +79,19 @@ class Door:
         self.counts = True
         """Whether the bytes that the eager rest saves can be counted."""
         self._meter = StepMeter(session.was_measured)
+        self._aside = Aside(session)
         self._offloading: Offloading | None = None
+        held = weakref.ref(self)  # the session, which holds what is called, must not hold this
+
+        def around_step(optimizer: torch.optim.Optimizer, *, is_over: bool) -> None:
+            door = held()
+            if door is not None and is_over:
+                door._aside.after_step(optimizer)
+            elif door is not None:
+                door._meter.end()
+                door._aside.before_step()
+
+        session.beside.optimizers.around_step = around_step
 
     @contextlib.contextmanager
     def call(self, *arguments: Any) -> Iterator[None]:
@@ -101,12 +114,13 @@ class Door:
                 _dynamo.tracing_a_step(as_eager=as_eager, has_rest=True),
                 self._offloading or (self._rest.counting(standing) if self.counts else contextlib.nullcontext()),
             ):
-                self._meter.end()
-                session.settle()
-                if torch.is_grad_enabled():
-                    session.look(_tensors_of((arguments, self._named)))
-                if session.wants_to_be_measured and self._offloading is None and torch.is_grad_enabled():
-                    session.could_be_measured(self._meter.begin(session.device))
+                if not session.is_within_a_step:
+                    self._meter.end()
+                    session.settle()
+                    if torch.is_grad_enabled():
+                        session.look(_tensors_of((arguments, self._named)))
+                        if session.wants_to_be_measured and self._offloading is None:
+                            session.could_be_measured(self._meter.begin(session.device))
                 yield
         except RuntimeError as error:
             if self.counts and is_refused_beside(error):
@@ -130,6 +144,7 @@ class Door:
     def close(self) -> None:
         """Close the step. It cannot be called again."""
         self._meter.cancel()
+        self._aside.close()
         self.session.close()
         if self._offloading is not None:
             self._offloading.close()
@@ -363,7 +378,7 @@ class _NamedBackend:
     def context_of(self, keywords: dict[str, Any]) -> Callable[[], contextlib.AbstractContextManager[None]]:
         """Return the context around each call of what one ``torch.compile`` returned."""
         options = keywords["options"] = _Options(keywords.get("options") or {})
-        return Door(Session(PlanSettings.of_options(options), options=options)).call
+        return Door(Session(PlanSettings.of_options(options), options=options), _dynamo.function_to_compile()).call
 
 
 compile_backend = _NamedBackend()

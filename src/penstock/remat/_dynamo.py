@@ -215,14 +215,25 @@ def running_call() -> tuple[Any, Any]:
 
     Works inside the context around a call; elsewhere both are ``None``.
     """
-    frame = sys._getframe(1)
+    found = _names_of_caller("compile_wrapper", "fn")
+    return found.get("fn"), (found.get("args"), found.get("kwargs"))
+
+
+def function_to_compile() -> Any:
+    """Return what was given to ``torch.compile``, inside of that call; else ``None``."""
+    return _names_of_caller("compile", "model").get("model")
+
+
+def _names_of_caller(function: str, name: str) -> dict[str, Any]:
+    """Return the local names of the next caller that is called so and has such a name."""
+    frame: Any = sys._getframe(2)
     for _ in range(12):
-        if frame.f_code.co_name == "compile_wrapper" and "fn" in frame.f_locals:
-            return frame.f_locals["fn"], (frame.f_locals.get("args"), frame.f_locals.get("kwargs"))
-        if frame.f_back is None:
+        if frame is None:
             break
+        if frame.f_code.co_name == function and name in frame.f_locals:
+            return frame.f_locals
         frame = frame.f_back
-    return None, None
+    return {}
 
 
 def held_by_ddp(modules: Sequence[nn.Module]) -> int:

@@ -38,19 +38,20 @@ class Optimizers:
         self._num_parameters = 0
         self.is_changed = False
         """Whether an optimizer has stepped for the first time since this was last set to ``False``."""
-        self.after_step: Callable[[torch.optim.Optimizer], None] | None = None
-        """What else to do when one of them has stepped."""
+        self.around_step: Callable[..., None] | None = None  # any: a keyword says whether the step is over
+        """What else to do before and after each of their steps."""
         held = weakref.ref(self)  # PyTorch keeps hooks for all optimizers
 
         def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             alive = None if torch.compiler.is_compiling() else held()
-            if alive is not None:
-                alive._steps(optimizer)
+            if alive is not None and alive._are_with(optimizer) and alive.around_step is not None:
+                alive.around_step(optimizer, is_over=False)
 
         def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             alive = None if torch.compiler.is_compiling() else held()
-            if alive is not None and alive.after_step is not None and alive._seen.get(id(optimizer)) is not None:
-                alive.after_step(optimizer)
+            is_ours = alive is not None and alive._seen.get(id(optimizer)) is not None
+            if alive is not None and is_ours and alive.around_step is not None:
+                alive.around_step(optimizer, is_over=True)
 
         for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
             weakref.finalize(self, handle.remove).atexit = False
@@ -78,16 +79,21 @@ class Optimizers:
         """Return the bytes of their states, as they are or as the next steps will make them."""
         return _state_bytes(list(self))
 
-    def _steps(self, optimizer: torch.optim.Optimizer) -> None:
+    def _are_with(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer that is about to step is one of them."""
         if len(self.parameters) != self._num_parameters:  # others may be ours, now that more parameters are known
             self._num_parameters = len(self.parameters)
             self._seen = {key: held for key, held in self._seen.items() if held is not None}
-        held = self._seen.get(id(optimizer), self)
-        if held is None or (held is not self and held() is optimizer):  # type: ignore[operator]
-            return
-        is_ours = any(id(parameter) in self.parameters for group in optimizer.param_groups for parameter in group["params"])
-        self._seen[id(optimizer)] = weakref.ref(optimizer) if is_ours else None
-        self.is_changed |= is_ours
+        held = self._seen.get(id(optimizer))
+        if held is None and id(optimizer) in self._seen:
+            return False
+        if held is None or held() is not optimizer:
+            stepped = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+            is_ours = not self.parameters.isdisjoint(stepped)
+            self._seen[id(optimizer)] = weakref.ref(optimizer) if is_ours else None
+            self.is_changed |= is_ours
+            return is_ours
+        return True
 
 
 def state_storages(optimizers: list[torch.optim.Optimizer]) -> dict[int, int]:

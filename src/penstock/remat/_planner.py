@@ -79,7 +79,7 @@ class Planner:
             except BudgetError:
                 if not self._is_excused(variant):
                     raise
-                following = step.following = self._as_low_as_it_goes([Done(variant, statics)])
+                following = step.following = self._as_low_as_it_goes([variant], self._alone(variant, statics))
         if following is None:
             step.is_new = True
             return self._as_larger(step, variant, statics) or self._leanest(step, variant, statics)
@@ -119,7 +119,7 @@ class Planner:
         for known in self.sequences.of_larger(*_so_far(step, variant)):
             if known.planned is None or known.planned.budget_bytes <= budget_bytes:
                 graph_plan = plan_of(problem, known.plans[len(step.calls)].decisions)
-                self._charge(problem, graph_plan, statics.parameters)
+                self._charge(problem.static_bytes + self._beside.standing_bytes(), graph_plan, problem, statics.parameters)
                 if known.planned is None:
                     self.must_fit(step, variant, graph_plan, statics)
                 return graph_plan
@@ -129,6 +129,7 @@ class Planner:
         """Return the plan that leaves the fewest bytes. Raise ``BudgetError`` if the graph does not fit even alone."""
         problem = variant.problem
         assert problem is not None
+        whole = replace(problem, static_bytes=problem.static_bytes + self._beside.standing_bytes())
         if self._share.is_relative:
             budget_bytes = room_bytes = WITHOUT_LIMIT
         else:
@@ -136,7 +137,6 @@ class Planner:
             room_bytes = budget_bytes - self._beside_bytes(step, variant, statics)
         if variant.leanest is None or variant.leanest.peak_bytes > room_bytes:
             variant.leanest = leanest_plan(problem, room_bytes, method=self._settings.method)
-            whole = replace(problem, static_bytes=problem.static_bytes + self._beside.standing_bytes())
             if variant.leanest.peak_bytes + whole.static_bytes - problem.static_bytes > budget_bytes:
                 try:  # raises, and says what needs it, if it cannot fit alone
                     plan(whole, budget_bytes, method=self._settings.method)
@@ -144,7 +144,7 @@ class Planner:
                     if not self._is_excused(variant):
                         raise
         self.must_fit(step, variant, variant.leanest, statics)
-        self._charge(problem, variant.leanest, statics.parameters)
+        self._charge(whole.static_bytes, variant.leanest, problem, statics.parameters)
         return variant.leanest
 
     def _beside_bytes(self, step: Step, variant: Variant, statics: Statics) -> int:
@@ -180,7 +180,7 @@ class Planner:
             try:
                 self._planned_together(step)
             except BudgetError as error:
-                self._as_low_as_it_goes(step)
+                self._as_low_as_it_goes([done.variant for done in step], self._together(step))
                 breaks = [done.variant.piece.break_reason for done in step]
                 self.not_kept.together(error, breaks, self._beside.eager_bytes)
 
@@ -225,27 +225,36 @@ class Planner:
 
     def _planned_alone(self, variant: Variant, statics: Statics) -> Known:
         """Plan a graph that is a whole step."""
+        planned = self._plan(self._alone(variant, statics), statics.parameters, [variant])
+        return self._remember([variant], (planned.plan,), planned)
+
+    def _alone(self, variant: Variant, statics: Statics) -> RematProblem:
+        """Return the problem of a graph that is a whole step, with all that stands beside it."""
         problem, captured = variant.problem, variant.captured
         assert problem is not None and captured is not None
         elsewhere = {key: size for key, size in self._beside.modules_bytes().items() if key not in statics.parameters}
         unchanged_bytes = max(0, statics.gradient_bytes - captured.gradient_bytes)  # the graph adds nothing to these
         beside_bytes = self._beside.eager_bytes + unchanged_bytes + sum(elsewhere.values())
-        static_bytes = problem.static_bytes + self._beside.standing_bytes() + beside_bytes
-        problem = replace(problem, static_bytes=static_bytes)
-        planned = self._plan(problem, statics.parameters, [variant])
-        return self._remember([variant], (planned.plan,), planned)
+        return replace(
+            problem, static_bytes=problem.static_bytes + self._beside.standing_bytes() + beside_bytes
+        )
 
     def _planned_together(self, step: Sequence[Done]) -> Known:
         """Plan the graphs of a step that has run."""
         if len(step) == 1:
             return self._planned_alone(step[0].variant, step[0].statics)
-        problems = [done.variant.problem for done in step if done.variant.problem is not None]
-        problem = merged(problems, links_of(step), self._beside.static_bytes(step))
+        problem = self._together(step)
         parameters = {key: size for done in step for key, size in done.statics.parameters.items()}
         variants = [done.variant for done in step]
         planned = self._plan(problem, parameters, variants)
         self._say_if_above(problem, planned.budget_bytes, step)
+        problems = [variant.problem for variant in variants if variant.problem is not None]
         return self._remember(variants, plans_of(problems, planned.plan), planned)
+
+    def _together(self, step: Sequence[Done]) -> RematProblem:
+        """Return the problem of the graphs of a step that has run, with all that stands beside them."""
+        problems = [done.variant.problem for done in step if done.variant.problem is not None]
+        return merged(problems, links_of(step), self._beside.static_bytes(step))
 
     def _say_if_above(self, problem: RematProblem, budget_bytes: int, step: Sequence[Done]) -> None:
         """Report it if a step took more than the budget. That is known only after it has run."""
@@ -255,12 +264,11 @@ class Planner:
             if peak_bytes > budget_bytes:
                 self.not_kept.perhaps_first(peak_bytes, budget_bytes)
 
-    def _as_low_as_it_goes(self, step: Sequence[Done]) -> Known:
+    def _as_low_as_it_goes(self, variants: list[Variant], problem: RematProblem) -> Known:
         """Let steps like one that does not fit take as little as they can."""
-        problems = [done.variant.problem for done in step if done.variant.problem is not None]
-        problem = merged(problems, links_of(step), self._beside.static_bytes(step))
         step_plan = lowest_plan(problem, method=self._settings.method)
-        return self._remember([done.variant for done in step], plans_of(problems, step_plan), None)
+        problems = [variant.problem for variant in variants if variant.problem is not None]
+        return self._remember(variants, plans_of(problems, step_plan), None)
 
     def _plan(self, problem: RematProblem, parameters: dict[int, int], variants: Sequence[Variant]) -> Planned:
         budget_bytes = self._share.budget_bytes(problem, parameters)
@@ -272,7 +280,7 @@ class Planner:
         if step_plan is None or step_plan.peak_bytes > budget_bytes:
             step_plan = plan(problem, budget_bytes, method=self._settings.method, like=like)
         verify(problem, step_plan)
-        self._charge(problem, step_plan, parameters)
+        self._charge(problem.static_bytes, step_plan, problem, parameters)
         self.num_planned += 1
         del self.planned[:-_MAX_PLANNED]
         shapes = tuple(variant.arguments.shapes for variant in variants)
@@ -284,11 +292,13 @@ class Planner:
         """Whether a plan takes as little as it can, because the state of an optimizer is not known yet."""
         return self._share.device_bytes is not None and not self._beside.optimizers.are_known
 
-    def _charge(self, problem: RematProblem, step_plan: RematPlan, parameters: dict[int, int]) -> None:
+    def _charge(
+        self, static_bytes: int, step_plan: RematPlan, problem: RematProblem, parameters: dict[int, int]
+    ) -> None:
         """Charge the account with a step, without what was found beside it, since that is not the step's."""
         if self._share.is_charged:
-            static_bytes = problem.static_bytes - self._beside.found_bytes
-            self._share.take(static_bytes, step_plan.peak_bytes - problem.static_bytes, parameters)
+            step_bytes = step_plan.peak_bytes - problem.static_bytes
+            self._share.take(static_bytes - self._beside.found_bytes, step_bytes, parameters)
 
     def _remember(self, variants: Sequence[Variant], plans: tuple[RematPlan, ...], planned: Planned | None) -> Known:
         known = Known(

@@ -19,6 +19,7 @@ from torch import fx
 
 from penstock.devices import is_accelerator
 from penstock.errors import GraphBreakWarning
+from penstock.probe import PeakReport
 from penstock.remat import _dynamo
 from penstock.remat._beside import Beside, in_every_call
 from penstock.remat._calls import Done, Statics
@@ -37,6 +38,8 @@ from penstock.remat._warn import warn
 
 _WORTH_MEASURING = 0.05
 """Share of the budget below which an eager rest that cannot be measured causes no warning."""
+_TOLERANCE = 100
+"""Divisor of the budget: a step beside the model that exceeds it by at most that part causes no warning."""
 _MAX_CALLS = 1024
 """Limit of calls per step. A caller who keeps results whose backward never comes makes one endless step."""
 
@@ -69,6 +72,8 @@ class Session:
         self._costs = Costs() if settings.machine is None else ModelledCosts(settings.machine)
         self._lock = threading.RLock()
         self._step = Step()
+        self._stood_bytes = 0
+        """What stood beside the graphs when the step began that is being measured."""
         self._waiting: dict[int, dict[int, Call]] = {}
         """For each call whose backward may come, the live calls of its thread."""
 
@@ -187,7 +192,7 @@ class Session:
     def look(self, arguments: Iterable[torch.Tensor]) -> None:
         """Look at what the process holds beside the step, of which ``arguments`` are those of the next call."""
         with self._lock:
-            if is_due(self.num_calls) and not self._waiting and self._share.device_bytes is not None:
+            if is_due(self.num_calls) and not self._waiting and self.has_budget:
                 self.beside.look(self.device, arguments)
                 self.planner.settle()
 
@@ -228,22 +233,41 @@ class Session:
     def wants_to_be_measured(self) -> bool:
         """Whether steps were planned, or cannot be, and the peak of some is not known yet."""
         is_known = bool(self.planner.sequences) if self.pieces else self.beside.rest_bytes > 0
-        return self._share.device_bytes is not None and is_known and self.planner.measured.goes_on(self.num_calls)
+        return self.has_budget and is_known and self.planner.measured.goes_on(self.num_calls)
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether the budget is a number of bytes."""
+        return self._share.device_bytes is not None
+
+    @property
+    def is_within_a_step(self) -> bool:
+        """Whether calls of this thread wait for backward."""
+        return bool(self._step.live)
 
     def could_be_measured(self, answer: bool) -> None:
         """Note whether a measurement could begin. If it never can, warn the user."""
+        self._stood_bytes = self.beside.standing_bytes() if answer else 0
         rest_bytes = self.beside.rest_bytes
         is_worth_it = rest_bytes > _WORTH_MEASURING * (self._share.device_bytes or 0)
         if not answer and self.planner.measured.missed() and is_worth_it:
             self.planner.not_kept.profiled(rest_bytes)
 
-    def was_measured(self, taken_bytes: int) -> None:
-        """Note the bytes that a step took beyond those at its start."""
+    def was_measured(self, report: PeakReport) -> None:
+        """Note what a step took."""
         with self._lock:
             self.planner.measured.tried()
+            stood_bytes = self._stood_bytes - self.beside.standing_bytes()  # what came since was not there
+            taken_bytes = report.activation_bytes + stood_bytes
             if not self.pieces:
                 self._ran_eagerly(taken_bytes + self.beside.standing_before([]))
             self.planner.was_measured(self._step, taken_bytes)
+
+    def ran_aside(self, peak_bytes: int) -> None:
+        """Note the bytes of a step that trained the model without calling it."""
+        budget_bytes = self._share.device_bytes or 0
+        if peak_bytes > budget_bytes + budget_bytes // _TOLERANCE:
+            self.planner.not_kept.aside(peak_bytes, budget_bytes)
 
     def _ran_eagerly(self, peak_bytes: int) -> None:
         """Note the bytes of a step of which nothing was compiled."""
