@@ -29,8 +29,8 @@ class Beside:
         self.buckets_bytes = 0
         """Bytes that DDP holds in addition to the gradients."""
         self.optimizers = Optimizers(settings.optimizer)
-        self._found_bytes = 0
-        """Bytes that the process has on the device besides: other models, data."""
+        self._found_bytes = (0, 0)
+        """Bytes that the process has on the device besides (other models, data), the most in the last two rounds."""
 
     @property
     def eager_bytes(self) -> int:
@@ -42,10 +42,11 @@ class Beside:
         self.modules = modules
         self.optimizers.parameters |= self.modules_bytes().keys()
 
-    def look(self, device: torch.device, arguments: Iterable[torch.Tensor]) -> None:
+    def look(self, device: torch.device, arguments: Iterable[torch.Tensor], *, is_new_round: bool) -> None:
         """Find what the process has on the device besides this step, between two steps.
 
-        ``arguments`` are those of the next call. What holds itself in circles is collected before it counts.
+        ``arguments`` are those of the next call. What holds itself in circles is collected before it counts. Calls of a
+        round may see different things: a GAN's critic is called with and without the generator's activations.
         """
         own = [*arguments]
         for module in self.modules:
@@ -53,16 +54,17 @@ class Beside:
         own += [tensor.grad for tensor in own if tensor.is_leaf and tensor.grad is not None]
         known = storages_of(tensor for tensor in own if tensor.device == device)
         known |= state_storages(list(self.optimizers))
-        before, known_bytes = self._found_bytes, sum(known.values())
-        self._found_bytes = held_bytes(device) - known_bytes
-        if self._found_bytes > before:
+        known_bytes, (before, most) = sum(known.values()), self._found_bytes
+        found_bytes = held_bytes(device) - known_bytes
+        if found_bytes > max(before, most):
             gc.collect()
-            self._found_bytes = held_bytes(device) - known_bytes
+            found_bytes = held_bytes(device) - known_bytes
+        self._found_bytes = (most, found_bytes) if is_new_round else (before, max(most, found_bytes))
 
     @property
     def found_bytes(self) -> int:
         """Bytes found beyond the reserve and beyond what the account knows of."""
-        return max(0, self._found_bytes - self._share.others_bytes() - parse_bytes(self._settings.reserve))
+        return max(0, max(self._found_bytes) - self._share.others_bytes() - parse_bytes(self._settings.reserve))
 
     def standing_bytes(self) -> int:
         """Return the bytes that exist between steps too: other things, the optimizers' states, DDP's buckets."""

@@ -223,7 +223,13 @@ class CompiledFunction:
             return alive.take(graph)
 
         own = set(vars(function)) if isinstance(function, nn.Module) else None
-        self._compiled: Callable[..., Any] = torch.compile(function, backend=backend)
+        whole = function
+        if isinstance(function, torch.jit.ScriptModule):  # which PyTorch compiles only as a part of something
+
+            def whole(*arguments: Any, **keywords: Any) -> Any:
+                return function(*arguments, **keywords)
+
+        self._compiled: Callable[..., Any] = torch.compile(whole, backend=backend)
         if own is not None:  # what PyTorch and Lightning note on the module prevents pickling
             for name in vars(function).keys() - own:
                 del vars(function)[name]

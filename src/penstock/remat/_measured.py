@@ -19,6 +19,11 @@ def is_due(num_calls: int) -> bool:
     return num_calls - 2 ** (num_calls.bit_length() - 1) < _NUM_DUE
 
 
+def is_first_due(num_calls: int) -> bool:
+    """Whether a call is the first of such a round, after rounds with enough calls."""
+    return num_calls > _NUM_DUE and num_calls.bit_count() == 1
+
+
 class Measured:
     """A count of the steps that were measured, by sequence."""
 

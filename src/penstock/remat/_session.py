@@ -26,7 +26,7 @@ from penstock.remat._calls import Done, Statics
 from penstock.remat._describe import describe
 from penstock.remat._explain import NOTHING_PLANNED, Planned
 from penstock.remat._halves import Emitter
-from penstock.remat._measured import is_due
+from penstock.remat._measured import is_due, is_first_due
 from penstock.remat._piece import Call, GraphPiece, PlannedHalves, RehearsalOver, Variant
 from penstock.remat._plan import RematPlan
 from penstock.remat._planner import Planner, Step
@@ -193,7 +193,7 @@ class Session:
         """Look at what the process holds beside the step, of which ``arguments`` are those of the next call."""
         with self._lock:
             if is_due(self.num_calls) and not self._waiting and self.has_budget:
-                self.beside.look(self.device, arguments)
+                self.beside.look(self.device, arguments, is_new_round=is_first_due(self.num_calls))
                 self.planner.settle()
 
     def rest_saved(self, size_bytes: int) -> None:
