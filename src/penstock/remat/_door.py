@@ -19,6 +19,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from penstock.arguments import checked, must_be
+from penstock.errors import CaptureError
 from penstock.remat import _dynamo
 from penstock.remat._aside import Aside
 from penstock.remat._explain import Planned
@@ -126,6 +127,11 @@ class Door:
             if self.counts and is_refused_beside(error):
                 self.counts = False
                 session.planner.not_kept.under_transforms()
+                raise CaptureError(
+                    "this step uses torch.func, beside which PyTorch allows no hooks on saved tensors. From now on it "
+                    "runs without them: call it once more, or use penstock.remat.compile(model, budget='6GiB'), which "
+                    "does that itself"
+                ) from error
             raise
         finally:
             _running.session = before
@@ -240,7 +246,7 @@ class CompiledFunction:
         try:
             with self.door.call(arguments, keywords):
                 return self._compiled(*arguments, **keywords)
-        except RuntimeError:
+        except CaptureError:
             if self.door.counts or not counted:
                 raise
         with self.door.call(arguments, keywords):  # the error came from torch.func, which now has nothing to refuse

@@ -231,7 +231,7 @@ def _names_of_caller(function: str, name: str) -> dict[str, Any]:
         if frame is None:
             break
         if frame.f_code.co_name == function and name in frame.f_locals:
-            return frame.f_locals
+            return dict(frame.f_locals)
         frame = frame.f_back
     return {}
 

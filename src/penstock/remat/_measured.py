@@ -16,7 +16,7 @@ def is_due(num_calls: int) -> bool:
 
     What a training holds changes as long as it runs, and measuring takes as long as a small step.
     """
-    return num_calls - 2 ** (num_calls.bit_length() - 1) < _NUM_DUE
+    return num_calls - (1 << (num_calls.bit_length() - 1)) < _NUM_DUE
 
 
 def is_first_due(num_calls: int) -> bool:

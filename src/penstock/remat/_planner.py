@@ -77,9 +77,10 @@ class Planner:
             try:
                 following = step.following = self._planned_alone(variant, statics)
             except BudgetError:
-                if not self._is_excused(variant):
+                problem = self._alone(variant, statics)
+                if not self._is_excused(variant, problem, self._share.budget_bytes(problem, statics.parameters)):
                     raise
-                following = step.following = self._as_low_as_it_goes([variant], self._alone(variant, statics))
+                following = step.following = self._as_low_as_it_goes([variant], problem)
         if following is None:
             step.is_new = True
             return self._as_larger(step, variant, statics) or self._leanest(step, variant, statics)
@@ -99,12 +100,14 @@ class Planner:
             say = self.not_kept.first if step.is_new else self.not_kept.lowest
             say(peak_bytes, budget_bytes)
 
-    def _is_excused(self, variant: Variant) -> bool:
+    def _is_excused(self, variant: Variant, problem: RematProblem, budget_bytes: int) -> bool:
         """Whether a graph that does not fit runs as lean as it can, and the user is warned, instead of an error.
 
         That is so once training runs, and if it does not fit because of something that is not its own.
         """
-        return variant.has_run or self._beside.outside_bytes + self._beside.found_bytes > 0
+        not_own_bytes = self._beside.outside_bytes + self._beside.found_bytes
+        lowest_bytes = lowest_plan(problem, method=self._settings.method).peak_bytes
+        return variant.has_run or lowest_bytes - not_own_bytes <= budget_bytes
 
     def _is_a_step(self, variant: Variant) -> bool:
         """Whether a graph that is called first is its whole step, as it was for other kinds of arguments."""
@@ -119,7 +122,9 @@ class Planner:
         for known in self.sequences.of_larger(*_so_far(step, variant)):
             if known.planned is None or known.planned.budget_bytes <= budget_bytes:
                 graph_plan = plan_of(problem, known.plans[len(step.calls)].decisions)
-                self._charge(problem.static_bytes + self._beside.standing_bytes(), graph_plan, problem, statics.parameters)
+                self._charge(
+                    problem.static_bytes + self._beside.standing_bytes(), graph_plan, problem, statics.parameters
+                )
                 if known.planned is None:
                     self.must_fit(step, variant, graph_plan, statics)
                 return graph_plan
@@ -141,7 +146,7 @@ class Planner:
                 try:  # raises, and says what needs it, if it cannot fit alone
                     plan(whole, budget_bytes, method=self._settings.method)
                 except BudgetError:
-                    if not self._is_excused(variant):
+                    if not self._is_excused(variant, whole, budget_bytes):
                         raise
         self.must_fit(step, variant, variant.leanest, statics)
         self._charge(whole.static_bytes, variant.leanest, problem, statics.parameters)
@@ -235,9 +240,7 @@ class Planner:
         elsewhere = {key: size for key, size in self._beside.modules_bytes().items() if key not in statics.parameters}
         unchanged_bytes = max(0, statics.gradient_bytes - captured.gradient_bytes)  # the graph adds nothing to these
         beside_bytes = self._beside.eager_bytes + unchanged_bytes + sum(elsewhere.values())
-        return replace(
-            problem, static_bytes=problem.static_bytes + self._beside.standing_bytes() + beside_bytes
-        )
+        return replace(problem, static_bytes=problem.static_bytes + self._beside.standing_bytes() + beside_bytes)
 
     def _planned_together(self, step: Sequence[Done]) -> Known:
         """Plan the graphs of a step that has run."""

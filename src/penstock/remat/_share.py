@@ -67,7 +67,7 @@ class Share:
         """Return what the account says that others hold between steps."""
         if not self.is_charged:
             return 0
-        with self._settings.budget.account as account:
+        with self._settings.account.account as account:
             return account.standing_bytes(without=self._footprint)
 
     def budget_bytes(self, problem: RematProblem, parameters: dict[int, int]) -> int:
