@@ -9,6 +9,7 @@ import contextlib
 import copy
 import inspect
 import pkgutil
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,6 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from penstock.arguments import checked, must_be
-from penstock.errors import CaptureError
 from penstock.remat import _dynamo
 from penstock.remat._aside import Aside
 from penstock.remat._explain import Planned
@@ -123,17 +123,12 @@ class Door:
                         if session.wants_to_be_measured and self._offloading is None:
                             session.could_be_measured(self._meter.begin(session.device))
                 yield
-        except RuntimeError as error:
-            if self.counts and is_refused_beside(error):
-                self.counts = False
-                session.planner.not_kept.under_transforms()
-                raise CaptureError(
-                    "this step uses torch.func, beside which PyTorch allows no hooks on saved tensors. From now on it "
-                    "runs without them: call it once more, or use penstock.remat.compile(model, budget='6GiB'), which "
-                    "does that itself"
-                ) from error
-            raise
         finally:
+            error = sys.exc_info()[1]  # what torch.compile has caught, it does not pass to a context
+            if self.counts and isinstance(error, RuntimeError) and is_refused_beside(error):
+                self.counts = False
+                error.add_note("From now on nothing is counted by hooks, so call it once more")
+                session.planner.not_kept.under_transforms()
             _running.session = before
             session.rest_saved(self._rest.take_peak())
             if session.beside.rest_bytes >= _WORTH_BYTES and session.settings.has_tiers:
@@ -246,7 +241,7 @@ class CompiledFunction:
         try:
             with self.door.call(arguments, keywords):
                 return self._compiled(*arguments, **keywords)
-        except CaptureError:
+        except RuntimeError:
             if self.door.counts or not counted:
                 raise
         with self.door.call(arguments, keywords):  # the error came from torch.func, which now has nothing to refuse

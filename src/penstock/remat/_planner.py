@@ -141,7 +141,10 @@ class Planner:
             budget_bytes = self._share.budget_bytes(problem, statics.parameters)
             room_bytes = budget_bytes - self._beside_bytes(step, variant, statics)
         if variant.leanest is None or variant.leanest.peak_bytes > room_bytes:
+            lowest = lowest_plan(problem, method=self._settings.method)
             variant.leanest = leanest_plan(problem, room_bytes, method=self._settings.method)
+            if variant.leanest.peak_bytes > room_bytes >= lowest.peak_bytes:
+                variant.leanest = lowest
             if variant.leanest.peak_bytes + whole.static_bytes - problem.static_bytes > budget_bytes:
                 try:  # raises, and says what needs it, if it cannot fit alone
                     plan(whole, budget_bytes, method=self._settings.method)
