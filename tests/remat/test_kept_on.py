@@ -1,4 +1,4 @@
-"""Budgets are kept as long as training runs, or it is said: growing state, other optimizers, other models, other calls."""
+"""Budgets are kept as long as training runs, or it is said: any optimizer, what grows, several models, other calls."""
 
 import gc
 import warnings

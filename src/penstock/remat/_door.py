@@ -86,13 +86,18 @@ class Door:
 
         def around_step(optimizer: torch.optim.Optimizer, *, is_over: bool) -> None:
             door = held()
-            if door is not None and is_over:
-                door._aside.after_step(optimizer)
-            elif door is not None:
-                door._meter.end()
-                door._aside.before_step()
+            if door is not None:
+                door.around_step(optimizer, is_over=is_over)
 
         session.beside.optimizers.around_step = around_step
+
+    def around_step(self, optimizer: torch.optim.Optimizer, *, is_over: bool) -> None:
+        """Note that an optimizer is about to step, or has stepped: a step of the model is over."""
+        if is_over:
+            self._aside.after_step(optimizer)
+        else:
+            self._meter.end()
+            self._aside.before_step()
 
     @contextlib.contextmanager
     def call(self, *arguments: Any) -> Iterator[None]:

@@ -215,8 +215,8 @@ def running_call() -> tuple[Any, Any]:
 
     Works inside the context around a call; elsewhere both are ``None``.
     """
-    found = _names_of_caller("compile_wrapper", "fn")
-    return found.get("fn"), (found.get("args"), found.get("kwargs"))
+    names = _names_of_caller("compile_wrapper", "fn")
+    return names.get("fn"), (names.get("args"), names.get("kwargs"))
 
 
 def function_to_compile() -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from penstock.probe import MemoryRecording, PeakReport, can_record, record_memory
+from penstock.remat._capture import is_in_backward
 
 
 class StepMeter:
@@ -36,8 +37,7 @@ class StepMeter:
     def end(self) -> None:
         """End the measurement, if it belongs to this thread and no backward is running."""
         recording = self._recording
-        is_in_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
-        if recording is not None and not is_in_backward and self.cancel():
+        if recording is not None and not is_in_backward() and self.cancel():
             self._when_done(recording.report)
 
     def cancel(self) -> bool:

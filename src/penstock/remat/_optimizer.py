@@ -39,18 +39,17 @@ class Optimizers:
         self.is_changed = False
         """Whether an optimizer has stepped for the first time since this was last set to ``False``."""
         self.around_step: Callable[..., None] | None = None  # any: a keyword says whether the step is over
-        """What else to do before and after each of their steps."""
+        """A function to call before and after each of their steps."""
         held = weakref.ref(self)  # PyTorch keeps hooks for all optimizers
 
         def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             alive = None if torch.compiler.is_compiling() else held()
-            if alive is not None and alive._are_with(optimizer) and alive.around_step is not None:
+            if alive is not None and alive.is_ours(optimizer) and alive.around_step is not None:
                 alive.around_step(optimizer, is_over=False)
 
         def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             alive = None if torch.compiler.is_compiling() else held()
-            is_ours = alive is not None and alive._seen.get(id(optimizer)) is not None
-            if alive is not None and is_ours and alive.around_step is not None:
+            if alive is not None and alive.is_ours(optimizer) and alive.around_step is not None:
                 alive.around_step(optimizer, is_over=True)
 
         for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
@@ -79,8 +78,8 @@ class Optimizers:
         """Return the bytes of their states, as they are or as the next steps will make them."""
         return _state_bytes(list(self))
 
-    def _are_with(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer that is about to step is one of them."""
+    def is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer that steps is one of them; note it if it is."""
         if len(self.parameters) != self._num_parameters:  # others may be ours, now that more parameters are known
             self._num_parameters = len(self.parameters)
             self._seen = {key: held for key, held in self._seen.items() if held is not None}
@@ -127,14 +126,14 @@ def _state_bytes(optimizers: list[torch.optim.Optimizer]) -> int:
 
 def _all_in(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """Return an optimizer and those inside of it."""
-    found: dict[int, torch.optim.Optimizer] = {}
+    optimizers: dict[int, torch.optim.Optimizer] = {}
     waiting: list[Any] = [optimizer]
     while waiting:
         thing = waiting.pop()
-        if isinstance(thing, torch.optim.Optimizer) and id(thing) not in found:
-            found[id(thing)] = thing
+        if isinstance(thing, torch.optim.Optimizer) and id(thing) not in optimizers:
+            optimizers[id(thing)] = thing
             for value in vars(thing).values():
                 waiting += value.values() if isinstance(value, Mapping) else [value]
         elif isinstance(thing, list | tuple):
             waiting += [entry for entry in thing if isinstance(entry, torch.optim.Optimizer)]
-    return list(found.values())
+    return list(optimizers.values())

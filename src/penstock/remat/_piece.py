@@ -326,7 +326,8 @@ class GraphPiece:
             is_told = isinstance(error, PenstockError) and not isinstance(error, CaptureError)
             if is_told or isinstance(error, MemoryError | torch.OutOfMemoryError):
                 raise
-            if not self.owner.has_rest:
+            is_known = isinstance(error, (CaptureError, *_aot.cannot_trace()))
+            if not self.owner.has_rest or (_dynamo.is_untested() and not is_known):
                 raise _refusal(error) from error
             variant.run, variant.is_eager = self._module.forward, True
             self.owner.left_eager(_why(error))

@@ -52,7 +52,10 @@ class Step(threading.local):
 
 
 class Planner:
-    """The plans of one step's graphs, within its share of the budget."""
+    """The plans of one step's graphs, within its share of the budget.
+
+    It is wide because a graph alone, graphs together and graphs of an unknown step are planned in different ways.
+    """
 
     def __init__(self, settings: PlanSettings, beside: Beside, share: Share):
         self.planned: list[Planned] = []
@@ -141,10 +144,10 @@ class Planner:
             budget_bytes = self._share.budget_bytes(problem, statics.parameters)
             room_bytes = budget_bytes - self._beside_bytes(step, variant, statics)
         if variant.leanest is None or variant.leanest.peak_bytes > room_bytes:
-            lowest = lowest_plan(problem, method=self._settings.method)
             variant.leanest = leanest_plan(problem, room_bytes, method=self._settings.method)
-            if variant.leanest.peak_bytes > room_bytes >= lowest.peak_bytes:
-                variant.leanest = lowest
+            if variant.leanest.peak_bytes > room_bytes:
+                lowest = lowest_plan(problem, method=self._settings.method)
+                variant.leanest = lowest if lowest.peak_bytes <= room_bytes else variant.leanest
             if variant.leanest.peak_bytes + whole.static_bytes - problem.static_bytes > budget_bytes:
                 try:  # raises, and says what needs it, if it cannot fit alone
                     plan(whole, budget_bytes, method=self._settings.method)

@@ -73,7 +73,7 @@ class Session:
         self._lock = threading.RLock()
         self._step = Step()
         self._stood_bytes = 0
-        """What stood beside the graphs when the step began that is being measured."""
+        """Bytes that stood beside the graphs when the step began that is being measured."""
         self._waiting: dict[int, dict[int, Call]] = {}
         """For each call whose backward may come, the live calls of its thread."""
 

@@ -25,7 +25,7 @@ class PlanSettings:
     A ``float`` is a share of the peak without a plan.
     """
     optimizer: torch.optim.Optimizer | None = None
-    """The optimizer, whose state is counted, also before its first step."""
+    """The optimizer, whose state is counted, also before its first step where that is known."""
     reserve: Size = 0
     """Further bytes that the process holds on the device in addition to this step."""
     disk: tiers.DiskSpec = None

@@ -28,14 +28,15 @@ class Share:
         self._footprint = Footprint()
         self._largest_bytes = 0
         """The largest peak of a step without a plan so far. A budget may be a share of it."""
-        self._device: torch.device | None = None
-        self._begun = (0, 0)
+        self.device: torch.device | None = None
+        """The device of its last step."""
+        self.begun = (0, 0)
         """When its last two steps began, by the clock of all steps."""
         _shares.add(self)
 
     def begin_step(self, device: torch.device) -> None:
         """Note that a step begins on ``device``."""
-        self._device, self._begun = device, (self._begun[1], next(_clock))
+        self.device, self.begun = device, (self.begun[1], next(_clock))
 
     @property
     def is_relative(self) -> bool:
@@ -48,20 +49,21 @@ class Share:
         return isinstance(self._settings.budget, tiers.Budget)
 
     @property
+    def limit_bytes(self) -> int | None:
+        """Bytes of the device that its own budget allows; ``None`` if there is no such number."""
+        return None if self.is_relative else self._settings.account.device_bytes
+
+    @property
     def device_bytes(self) -> int | None:
         """Bytes of the device that the process may hold in all; ``None`` if there is no such number.
 
         Of compiled modules whose steps take turns or nest, as a GAN's do, the smallest number counts.
         """
-        if self.is_relative or self._settings.account.device_bytes is None:
+        if self.limit_bytes is None:
             return None
-        since = self._begun[0]
-        sizes = [
-            share._settings.account.device_bytes
-            for share in list(_shares)
-            if since and share._device == self._device and share._begun[1] > since and not share.is_relative
-        ]
-        return min([self._settings.account.device_bytes, *(size for size in sizes if size is not None)])
+        since = self.begun[0]
+        nested = [share for share in list(_shares) if share.device == self.device and share.begun[1] > since > 0]
+        return min([self.limit_bytes, *(share.limit_bytes for share in nested if share.limit_bytes is not None)])
 
     def others_bytes(self) -> int:
         """Return what the account says that others hold between steps."""
@@ -103,6 +105,6 @@ class Share:
 
     def give_back(self) -> None:
         """Return all of it to the account."""
-        self._begun = (0, 0)
+        self.begun = (0, 0)
         if self._charges is not None:
             self._charges.give_back()
