@@ -56,8 +56,9 @@ class Optimizers:
             weakref.finalize(self, handle.remove).atexit = False
 
     def __iter__(self) -> Iterator[torch.optim.Optimizer]:
-        seen = [None if held is None else held() for held in list(self._seen.values())]
-        return iter({id(one): one for one in (self._given, *seen) if one is not None}.values())
+        held = [held() for held in list(self._seen.values()) if held is not None]
+        optimizers = [optimizer for optimizer in (self._given, *held) if optimizer is not None]
+        return iter({id(optimizer): optimizer for optimizer in optimizers}.values())
 
     @property
     def are_known(self) -> bool:
