@@ -83,7 +83,7 @@ def test_the_first_step_of_a_smaller_batch_keeps_what_larger_ones_keep():
     budget = int(str(caught[-1].message).split("Give budget=")[1].split()[0])
     model = make("print", num_blocks=6)
     with pytest.warns(BudgetNotKeptWarning, match="first step"):
-        seen = train(remat.compile(model, budget=budget), model, [batch(size) for size in sizes])
+        seen = train(remat.compile(model, budget=budget), model, (batch(size) for size in sizes))
     peaks = [peak for *_, peak in seen]
     assert peaks[0] > 1.02 * budget, "the first step of all keeps it, so what follows shows nothing"
     assert max(peaks[1:]) <= budget

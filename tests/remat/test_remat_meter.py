@@ -16,13 +16,13 @@ def test_an_eager_rest_is_measured_until_it_keeps_the_budget():
     model = make("disabled", num_blocks=2)
     step = remat.compile(model, budget="512MiB")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for _ in range(3):
+    for _ in range(12):
         step(x).backward()
         optimizer.step()
         optimizer.zero_grad()
     session = step._step.door.session
     assert session.beside.rest_bytes > 4 * x.nbytes
-    assert set(session.planner.measured._nums.values()) == {4}
+    assert set(session.planner.measured._nums.values()) == {0}
     assert not session.wants_to_be_measured
     assert not probe.ledger._recordings
 

@@ -225,7 +225,7 @@ def accumulates_now(leaf: torch.Tensor) -> bool:
     It does not if the graph is kept, since ``create_graph`` needs gradients of gradients, or on a stream of the
     caller's own, for which autograd would let the addition wait.
     """
-    if not _is_plain_leaf(leaf) or torch._C._current_graph_task_id() == -1 or keeps_graph():  # type: ignore[attr-defined]
+    if not _is_plain_leaf(leaf) or not is_in_backward() or keeps_graph():
         return False
     if is_accelerator(leaf.device) and not backend_of(leaf.device).is_on_default_stream():
         return False
@@ -235,9 +235,14 @@ def accumulates_now(leaf: torch.Tensor) -> bool:
         return False
 
 
+def is_in_backward() -> bool:
+    """Whether autograd runs a backward on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)  # type: ignore[attr-defined]
+
+
 def keeps_graph() -> bool:
     """Whether the graph, and what it saved, is kept for another backward. Call it inside a backward."""
-    if torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
+    if not is_in_backward():
         return False
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # type: ignore[attr-defined]
 

@@ -21,13 +21,8 @@ Measured: 0.45 to 0.65.
 """
 
 
-def describe(
-    variant: Variant, settings: PlanSettings, costs: Costs | ModelledCosts, standing_bytes: int
-) -> RematProblem:
-    """Return the problem of a captured graph alone, with measured operators.
-
-    ``standing_bytes`` are bytes that exist between steps too.
-    """
+def describe(variant: Variant, settings: PlanSettings, costs: Costs | ModelledCosts) -> RematProblem:
+    """Return the problem of a captured graph alone, with measured operators, and without what stands beside it."""
     captured = variant.captured
     assert captured is not None
     known = None if settings.profile is None else _capture.costs_of(captured, settings.profile)
@@ -35,11 +30,11 @@ def describe(
         durations_s, workspaces, variant.is_scaled = costs.measure(captured)
     else:
         durations_s, workspaces = known
-    static_bytes = captured.static_inputs_bytes + in_every_call(captured) + standing_bytes
+    static_bytes = captured.static_inputs_bytes + in_every_call(captured)
     if settings.accumulates:
         static_bytes += captured.gradient_bytes
     device = captured.device
-    out, back = lane_rates(device, settings.account(), settings.machine)
+    out, back = lane_rates(device, settings.account, settings.machine)
     return _capture.problem_of(
         captured,
         durations_s,

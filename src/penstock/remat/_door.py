@@ -9,6 +9,7 @@ import contextlib
 import copy
 import inspect
 import pkgutil
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.arguments import checked, must_be
 from penstock.remat import _dynamo
+from penstock.remat._aside import Aside
 from penstock.remat._explain import Planned
 from penstock.remat._meter import StepMeter
 from penstock.remat._rest import EagerRest, MakeOffloading, Offloading, is_refused_beside
@@ -49,11 +51,18 @@ def modules_of(function: Any) -> tuple[nn.Module, ...]:
     owner = getattr(function, "__self__", None)
     if isinstance(owner, nn.Module):
         return (owner,)
-    named = list(getattr(owner, "__dict__", {}).values())
+    return tuple({id(value): value for value in _named_in(function) if isinstance(value, nn.Module)}.values())
+
+
+def _named_in(function: Any) -> list[Any]:
+    """Return what a function refers to by names of its closure, its globals, and its object."""
+    if isinstance(function, nn.Module):
+        return []
+    named = list(getattr(getattr(function, "__self__", None), "__dict__", {}).values())
     with contextlib.suppress(TypeError, ValueError):
         names = inspect.getclosurevars(inspect.unwrap(function))
         named += (*names.nonlocals.values(), *names.globals.values())
-    return tuple({id(module): module for module in named if isinstance(module, nn.Module)}.values())
+    return named
 
 
 def _tensors_of(arguments: Any) -> list[torch.Tensor]:
@@ -65,22 +74,42 @@ class Door:
 
     def __init__(self, session: Session, function: Any = None):
         self.session = session
-        session.beside.modules = modules_of(function)
+        session.beside.knows(modules_of(function))
+        self._named = _named_in(function)
         self._rest = EagerRest()
         self.counts = True
         """Whether the bytes that the eager rest saves can be counted."""
         self._meter = StepMeter(session.was_measured)
+        self._aside = Aside(session)
         self._offloading: Offloading | None = None
+        held = weakref.ref(self)  # the session, which holds what is called, must not hold this
+
+        def around_step(optimizer: torch.optim.Optimizer, *, is_over: bool) -> None:
+            door = held()
+            if door is not None:
+                door.around_step(optimizer, is_over=is_over)
+
+        session.beside.optimizers.around_step = around_step
+
+    def around_step(self, optimizer: torch.optim.Optimizer, *, is_over: bool) -> None:
+        """Note that an optimizer is about to step, or has stepped: a step of the model is over."""
+        if is_over:
+            self._aside.after_step(optimizer)
+        else:
+            self._meter.end()
+            self._aside.before_step()
 
     @contextlib.contextmanager
     def call(self, *arguments: Any) -> Iterator[None]:
-        """Enclose one call with these arguments, as far as they are known."""
+        """Enclose one call with these arguments; without any, it is a call of what ``torch.compile`` has returned."""
         session = self.session
         before, _running.session = _running.session, session
         session.num_calls += 1
         try:
-            if not session.beside.modules and not session.pieces:
-                session.beside.modules = modules_of(_dynamo.compiled_function())
+            if not arguments:
+                function, arguments = _dynamo.running_call()
+                if not session.beside.modules and not session.pieces:
+                    session.beside.knows(modules_of(function))
             session.held_by_ddp(_dynamo.held_by_ddp(session.beside.modules))
             standing = (
                 *(buffer for module in session.beside.modules for buffer in module.buffers()),
@@ -91,17 +120,20 @@ class Door:
                 _dynamo.tracing_a_step(as_eager=as_eager, has_rest=True),
                 self._offloading or (self._rest.counting(standing) if self.counts else contextlib.nullcontext()),
             ):
-                self._meter.end()
-                session.settle()
-                if session.wants_to_be_measured and self._offloading is None and torch.is_grad_enabled():
-                    session.could_be_measured(self._meter.begin(session.device))
+                if not session.is_within_a_step:
+                    self._meter.end()
+                    session.settle()
+                    if torch.is_grad_enabled():
+                        session.look(_tensors_of((arguments, self._named)))
+                        if session.wants_to_be_measured and self._offloading is None:
+                            session.could_be_measured(self._meter.begin(session.device))
                 yield
-        except RuntimeError as error:
-            if self.counts and is_refused_beside(error):
-                self.counts = False
-                session.planner.not_kept.under_transforms()
-            raise
         finally:
+            error = sys.exc_info()[1]  # what torch.compile has caught, it does not pass to a context
+            if self.counts and isinstance(error, RuntimeError) and is_refused_beside(error):
+                self.counts = False
+                error.add_note("From now on nothing is counted by hooks, so call it once more")
+                session.planner.not_kept.under_transforms()
             _running.session = before
             session.rest_saved(self._rest.take_peak())
             if session.beside.rest_bytes >= _WORTH_BYTES and session.settings.has_tiers:
@@ -113,11 +145,12 @@ class Door:
             make: MakeOffloading = pkgutil.resolve_name(_OFFLOADING)
             modules = self.session.beside.modules
             module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-            self._offloading = make(module, self.session.settings.account())
+            self._offloading = make(module, self.session.settings.account)
 
     def close(self) -> None:
         """Close the step. It cannot be called again."""
         self._meter.cancel()
+        self._aside.close()
         self.session.close()
         if self._offloading is not None:
             self._offloading.close()
@@ -196,7 +229,13 @@ class CompiledFunction:
             return alive.take(graph)
 
         own = set(vars(function)) if isinstance(function, nn.Module) else None
-        self._compiled: Callable[..., Any] = torch.compile(function, backend=backend)
+        whole = function
+        if isinstance(function, torch.jit.ScriptModule):  # which PyTorch compiles only as a part of something
+
+            def whole(*arguments: Any, **keywords: Any) -> Any:
+                return function(*arguments, **keywords)
+
+        self._compiled: Callable[..., Any] = torch.compile(whole, backend=backend)
         if own is not None:  # what PyTorch and Lightning note on the module prevents pickling
             for name in vars(function).keys() - own:
                 del vars(function)[name]
@@ -351,7 +390,7 @@ class _NamedBackend:
     def context_of(self, keywords: dict[str, Any]) -> Callable[[], contextlib.AbstractContextManager[None]]:
         """Return the context around each call of what one ``torch.compile`` returned."""
         options = keywords["options"] = _Options(keywords.get("options") or {})
-        return Door(Session(PlanSettings.of_options(options), options=options)).call
+        return Door(Session(PlanSettings.of_options(options), options=options), _dynamo.function_to_compile()).call
 
 
 compile_backend = _NamedBackend()

@@ -210,19 +210,30 @@ def _context_of_ours(wrapper: Any) -> Any:
     return contextlib.nullcontext if find is None else find(wrapper.kwargs)
 
 
-def compiled_function() -> Any:
-    """Return the function that is being called, as the user gave it to ``torch.compile``; else ``None``.
+def running_call() -> tuple[Any, Any]:
+    """Return the function that is being called, as the user gave it to ``torch.compile``, and its arguments.
 
-    Works inside the context around a call.
+    Works inside the context around a call; elsewhere both are ``None``.
     """
-    frame = sys._getframe(1)
+    names = _names_of_caller("compile_wrapper", "fn")
+    return names.get("fn"), (names.get("args"), names.get("kwargs"))
+
+
+def function_to_compile() -> Any:
+    """Return what was given to ``torch.compile``, inside of that call; else ``None``."""
+    return _names_of_caller("compile", "model").get("model")
+
+
+def _names_of_caller(function: str, name: str) -> dict[str, Any]:
+    """Return the local names of the next caller that is called so and has such a name."""
+    frame: Any = sys._getframe(2)
     for _ in range(12):
-        if frame.f_code.co_name == "compile_wrapper" and "fn" in frame.f_locals:
-            return frame.f_locals["fn"]
-        if frame.f_back is None:
-            return None
+        if frame is None:
+            break
+        if frame.f_code.co_name == function and name in frame.f_locals:
+            return dict(frame.f_locals)
         frame = frame.f_back
-    return None
+    return {}
 
 
 def held_by_ddp(modules: Sequence[nn.Module]) -> int:

@@ -27,7 +27,7 @@ class Emitter:
         captured, problem = variant.captured, variant.problem
         assert captured is not None and problem is not None
         if plan.gone_slots and self.tiers is None:
-            self.tiers = _swap.Tiers(captured.device, self._settings.account(), verify=self._settings.verify)
+            self.tiers = _swap.Tiers(captured.device, self._settings.account, verify=self._settings.verify)
         forward, backward = emit(captured, problem, plan, self.tiers.number if self.tiers else None)
         if self._settings.verify:
             runners = [checked(module, module.meta[SLOTS], problem, plan) for module in (forward, backward)]

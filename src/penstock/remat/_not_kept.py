@@ -73,6 +73,15 @@ class NotKept:
             f"{_exactly(budget_bytes)}; TORCH_LOGS=graph_breaks shows why. {_GOES_ON}",
         )
 
+    def aside(self, peak_bytes: int, budget_bytes: int) -> None:
+        """Report that the parameters of a compiled model were trained without a call of it."""
+        self._say(
+            "aside",
+            f"a step took {_exactly(peak_bytes)}, above the budget of {_exactly(budget_bytes)}, and the compiled model "
+            "was not called in it: only its own call is planned, and no other method, no part of it and not the "
+            f"original. {_GOES_ON} Compile what you call: penstock.remat.compile(model.method, budget=...)",
+        )
+
     def profiled(self, rest_bytes: int) -> None:
         """Report that the temporary memory of eager operators cannot be measured."""
         self._say(

@@ -177,6 +177,8 @@ class Variant:
     """Recipes kept alive for the operators that are captured whole."""
     halves: dict[tuple[Decision, ...], PlannedHalves] = field(default_factory=dict)
     """Both halves by decisions, the most recently used last."""
+    has_run: bool = False
+    """Whether a step with it has ended."""
     leanest: RematPlan | None = None
     """The plan that leaves the fewest bytes for backward, once it was needed."""
 
@@ -320,23 +322,15 @@ class GraphPiece:
             except AssertionError:  # raised by PyTorch if a graph changes an input of which others are views
                 variant.arguments = variant.arguments.each_once()
                 self._capture(variant, arguments)
-        except (CaptureError, *_aot.cannot_trace()) as error:  # type: ignore[misc]
-            if not self.owner.has_rest:
-                if isinstance(error, CaptureError):
-                    raise
-                raise CaptureError(
-                    "the step reads the value of a tensor, or creates a tensor whose shape depends on values, so it "
-                    f"cannot be planned before these values are known: {_why(error)}"
-                ) from error
+        except Exception as error:  # operators, subclasses and changes of arguments that PyTorch cannot trace raise any
+            is_told = isinstance(error, PenstockError) and not isinstance(error, CaptureError)
+            if is_told or isinstance(error, MemoryError | torch.OutOfMemoryError):
+                raise
+            is_known = isinstance(error, (CaptureError, *_aot.cannot_trace()))
+            if not self.owner.has_rest or (_dynamo.is_untested() and not is_known):
+                raise _refusal(error) from error
             variant.run, variant.is_eager = self._module.forward, True
             self.owner.left_eager(_why(error))
-        except Exception as error:
-            if isinstance(error, PenstockError) or not _dynamo.is_untested():
-                raise
-            raise CaptureError(
-                f"a step could not be captured by PyTorch {torch.__version__}, which is newer than the versions that "
-                f"plans are tested with ({_dynamo.TESTED}): {_why(error)}. Please report it; an older PyTorch works"
-            ) from error
         return variant
 
     def _capture(self, variant: Variant, arguments: Sequence[Any]) -> None:
@@ -429,6 +423,25 @@ def _apart(saved: list[Any], results: Iterable[Any]) -> list[Any]:
     """
     storages = {storage_of(result)[0] for result in results}
     return [value.detach() if storage_of(value)[0] in storages else value for value in saved]
+
+
+def _refusal(error: Exception) -> CaptureError:
+    """Return the error for a step that is not captured, and must be."""
+    if isinstance(error, CaptureError):
+        return error
+    if isinstance(error, _aot.cannot_trace()):
+        return CaptureError(
+            "the step reads the value of a tensor, or creates a tensor whose shape depends on values, so it cannot be "
+            f"planned before these values are known: {_why(error)}"
+        )
+    newer = (
+        f", which is newer than the versions that plans are tested with ({_dynamo.TESTED}). Please report it; an older "
+        "PyTorch works"
+    )
+    return CaptureError(
+        f"the step could not be captured by PyTorch {torch.__version__}{newer if _dynamo.is_untested() else ''}: "
+        f"{_why(error)}. Train it with penstock.remat.compile(step, budget=...), which runs such parts eagerly"
+    )
 
 
 def _why(error: BaseException) -> str:

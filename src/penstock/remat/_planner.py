@@ -20,6 +20,8 @@ from penstock.remat._together import merged, plans_of
 from penstock.remat._verify import verify
 
 _MAX_PLANNED = 256
+_WORTH_PLANNING = 20
+"""Divisor of the budget: a lean step is planned again once at least that part of it has become free."""
 _TOLERANCE = 200
 """Divisor of the budget: a step that exceeds it by at most that part counts as keeping it."""
 
@@ -50,7 +52,10 @@ class Step(threading.local):
 
 
 class Planner:
-    """The plans of one step's graphs, within its share of the budget."""
+    """The plans of one step's graphs, within its share of the budget.
+
+    It is wide because a graph alone, graphs together and graphs of an unknown step are planned in different ways.
+    """
 
     def __init__(self, settings: PlanSettings, beside: Beside, share: Share):
         self.planned: list[Planned] = []
@@ -75,8 +80,10 @@ class Planner:
             try:
                 following = step.following = self._planned_alone(variant, statics)
             except BudgetError:
-                if not self._beside.outside_bytes:  # otherwise it runs as lean as it can, and the user is warned
+                problem = self._alone(variant, statics)
+                if not self._is_excused(variant, problem, self._share.budget_bytes(problem, statics.parameters)):
                     raise
+                following = step.following = self._as_low_as_it_goes([variant], problem)
         if following is None:
             step.is_new = True
             return self._as_larger(step, variant, statics) or self._leanest(step, variant, statics)
@@ -96,6 +103,15 @@ class Planner:
             say = self.not_kept.first if step.is_new else self.not_kept.lowest
             say(peak_bytes, budget_bytes)
 
+    def _is_excused(self, variant: Variant, problem: RematProblem, budget_bytes: int) -> bool:
+        """Whether a graph that does not fit runs as lean as it can, and the user is warned, instead of an error.
+
+        That is so once training runs, and if it does not fit because of something that is not its own.
+        """
+        not_own_bytes = self._beside.outside_bytes + self._beside.found_bytes
+        lowest_bytes = lowest_plan(problem, method=self._settings.method).peak_bytes
+        return variant.has_run or lowest_bytes - not_own_bytes <= budget_bytes
+
     def _is_a_step(self, variant: Variant) -> bool:
         """Whether a graph that is called first is its whole step, as it was for other kinds of arguments."""
         does = variant.piece.does
@@ -109,7 +125,9 @@ class Planner:
         for known in self.sequences.of_larger(*_so_far(step, variant)):
             if known.planned is None or known.planned.budget_bytes <= budget_bytes:
                 graph_plan = plan_of(problem, known.plans[len(step.calls)].decisions)
-                self._share.take(problem, graph_plan, statics.parameters)
+                self._charge(
+                    problem.static_bytes + self._beside.standing_bytes(), graph_plan, problem, statics.parameters
+                )
                 if known.planned is None:
                     self.must_fit(step, variant, graph_plan, statics)
                 return graph_plan
@@ -119,6 +137,7 @@ class Planner:
         """Return the plan that leaves the fewest bytes. Raise ``BudgetError`` if the graph does not fit even alone."""
         problem = variant.problem
         assert problem is not None
+        whole = replace(problem, static_bytes=problem.static_bytes + self._beside.standing_bytes())
         if self._share.is_relative:
             budget_bytes = room_bytes = WITHOUT_LIMIT
         else:
@@ -126,10 +145,17 @@ class Planner:
             room_bytes = budget_bytes - self._beside_bytes(step, variant, statics)
         if variant.leanest is None or variant.leanest.peak_bytes > room_bytes:
             variant.leanest = leanest_plan(problem, room_bytes, method=self._settings.method)
-            if variant.leanest.peak_bytes > budget_bytes:  # raises, and says what needs it, if it cannot fit alone
-                plan(problem, budget_bytes, method=self._settings.method)
+            if variant.leanest.peak_bytes > room_bytes:
+                lowest = lowest_plan(problem, method=self._settings.method)
+                variant.leanest = lowest if lowest.peak_bytes <= room_bytes else variant.leanest
+            if variant.leanest.peak_bytes + whole.static_bytes - problem.static_bytes > budget_bytes:
+                try:  # raises, and says what needs it, if it cannot fit alone
+                    plan(whole, budget_bytes, method=self._settings.method)
+                except BudgetError:
+                    if not self._is_excused(variant, whole, budget_bytes):
+                        raise
         self.must_fit(step, variant, variant.leanest, statics)
-        self._share.take(problem, variant.leanest, statics.parameters)
+        self._charge(whole.static_bytes, variant.leanest, problem, statics.parameters)
         return variant.leanest
 
     def _beside_bytes(self, step: Step, variant: Variant, statics: Statics) -> int:
@@ -141,29 +167,47 @@ class Planner:
 
     # What a step teaches
 
+    def settle(self) -> None:
+        """Forget plans that no longer fit, since more stands beside them, or that are leaner than they need be."""
+        standing_bytes, limit_bytes = self._beside.standing_bytes(), self._share.device_bytes
+        for known in self.sequences.all():
+            planned = known.planned
+            if known.is_provisional and self._beside.optimizers.are_known:
+                self.sequences.forget()
+            if limit_bytes is None or known.limit_bytes is None:
+                continue
+            grown_bytes = standing_bytes - known.standing_bytes + known.limit_bytes - limit_bytes
+            over_bytes = 0 if planned is None else planned.peak_bytes + grown_bytes - planned.budget_bytes
+            is_lean = planned is None or planned.plan.extra_s > 0
+            if over_bytes > limit_bytes // _TOLERANCE or (is_lean and -grown_bytes > limit_bytes // _WORTH_PLANNING):
+                self.sequences.forget()
+
     def learn(self, step: Sequence[Done], *, is_new: bool) -> None:
         """Plan the graphs that a step has called, if the sequence is new."""
         self._whole_steps.add(tuple(done.variant.piece.does for done in step))
+        for done in step:
+            done.variant.has_run = True
         if is_new and not self.sequences.has([done.variant for done in step]):
             try:
                 self._planned_together(step)
             except BudgetError as error:
-                self._as_low_as_it_goes(step)
+                self._as_low_as_it_goes([done.variant for done in step], self._together(step))
                 breaks = [done.variant.piece.break_reason for done in step]
                 self.not_kept.together(error, breaks, self._beside.eager_bytes)
 
     def was_measured(self, step: Step, taken_bytes: int) -> None:
         """Note the bytes that a step took beyond those at its start. An excess leaves less for the graphs."""
         planned = None if step.following is None else step.following.planned
-        had_backward = all(done.call is not None and done.call.had_backward for done in step.calls)
-        if planned is None or not planned.has_budget or not had_backward or not step.calls:
+        if planned is None or not planned.has_budget or not step.calls:
             return
         key = tuple(id(done.variant) for done in step.calls)
         peak_bytes = taken_bytes + self._beside.standing_before(step.calls)
         excess_bytes = peak_bytes - planned.budget_bytes
         if excess_bytes <= planned.budget_bytes // _TOLERANCE:
-            self.measured.keeps(key, self.sequences)
-        elif self.measured.exceeds(key):
+            if all(done.call is not None and done.call.had_backward for done in step.calls):
+                self.measured.keeps(key, self.sequences)
+            return
+        if self.measured.exceeds(key):
             self._beside.outside_bytes += peak_bytes - planned.peak_bytes + excess_bytes // 8
             self.sequences.forget()
             step.is_new = True
@@ -192,27 +236,34 @@ class Planner:
 
     def _planned_alone(self, variant: Variant, statics: Statics) -> Known:
         """Plan a graph that is a whole step."""
+        planned = self._plan(self._alone(variant, statics), statics.parameters, [variant])
+        return self._remember([variant], (planned.plan,), planned)
+
+    def _alone(self, variant: Variant, statics: Statics) -> RematProblem:
+        """Return the problem of a graph that is a whole step, with all that stands beside it."""
         problem, captured = variant.problem, variant.captured
         assert problem is not None and captured is not None
         elsewhere = {key: size for key, size in self._beside.modules_bytes().items() if key not in statics.parameters}
         unchanged_bytes = max(0, statics.gradient_bytes - captured.gradient_bytes)  # the graph adds nothing to these
         beside_bytes = self._beside.eager_bytes + unchanged_bytes + sum(elsewhere.values())
-        if beside_bytes:
-            problem = replace(problem, static_bytes=problem.static_bytes + beside_bytes)
-        planned = self._plan(problem, statics.parameters, [variant])
-        return self._remember([variant], (planned.plan,), planned)
+        return replace(problem, static_bytes=problem.static_bytes + self._beside.standing_bytes() + beside_bytes)
 
     def _planned_together(self, step: Sequence[Done]) -> Known:
         """Plan the graphs of a step that has run."""
         if len(step) == 1:
             return self._planned_alone(step[0].variant, step[0].statics)
-        problems = [done.variant.problem for done in step if done.variant.problem is not None]
-        problem = merged(problems, links_of(step), self._beside.static_bytes(step))
+        problem = self._together(step)
         parameters = {key: size for done in step for key, size in done.statics.parameters.items()}
         variants = [done.variant for done in step]
         planned = self._plan(problem, parameters, variants)
         self._say_if_above(problem, planned.budget_bytes, step)
+        problems = [variant.problem for variant in variants if variant.problem is not None]
         return self._remember(variants, plans_of(problems, planned.plan), planned)
+
+    def _together(self, step: Sequence[Done]) -> RematProblem:
+        """Return the problem of the graphs of a step that has run, with all that stands beside them."""
+        problems = [done.variant.problem for done in step if done.variant.problem is not None]
+        return merged(problems, links_of(step), self._beside.static_bytes(step))
 
     def _say_if_above(self, problem: RematProblem, budget_bytes: int, step: Sequence[Done]) -> None:
         """Report it if a step took more than the budget. That is known only after it has run."""
@@ -222,12 +273,11 @@ class Planner:
             if peak_bytes > budget_bytes:
                 self.not_kept.perhaps_first(peak_bytes, budget_bytes)
 
-    def _as_low_as_it_goes(self, step: Sequence[Done]) -> None:
-        """Let steps like one that has run and does not fit take as little as they can."""
-        problems = [done.variant.problem for done in step if done.variant.problem is not None]
-        problem = merged(problems, links_of(step), self._beside.static_bytes(step))
+    def _as_low_as_it_goes(self, variants: list[Variant], problem: RematProblem) -> Known:
+        """Let steps like one that does not fit take as little as they can."""
         step_plan = lowest_plan(problem, method=self._settings.method)
-        self._remember([done.variant for done in step], plans_of(problems, step_plan), None)
+        problems = [variant.problem for variant in variants if variant.problem is not None]
+        return self._remember(variants, plans_of(problems, step_plan), None)
 
     def _plan(self, problem: RematProblem, parameters: dict[int, int], variants: Sequence[Variant]) -> Planned:
         budget_bytes = self._share.budget_bytes(problem, parameters)
@@ -235,17 +285,35 @@ class Planner:
             (known.planned.plan.decisions for known in self.sequences.alike(variants) if known.planned is not None),
             None,
         )
-        step_plan = plan(problem, budget_bytes, method=self._settings.method, like=like)
+        step_plan = lowest_plan(problem, method=self._settings.method) if self._is_provisional else None
+        if step_plan is None or step_plan.peak_bytes > budget_bytes:
+            step_plan = plan(problem, budget_bytes, method=self._settings.method, like=like)
         verify(problem, step_plan)
-        self._share.take(problem, step_plan, parameters)
+        self._charge(problem.static_bytes, step_plan, problem, parameters)
         self.num_planned += 1
         del self.planned[:-_MAX_PLANNED]
         shapes = tuple(variant.arguments.shapes for variant in variants)
         self.planned.append(Planned(problem=problem, plan=step_plan, budget_bytes=budget_bytes, shapes=shapes))
         return self.planned[-1]
 
+    @property
+    def _is_provisional(self) -> bool:
+        """Whether a plan takes as little as it can, because the state of an optimizer is not known yet."""
+        return self._share.device_bytes is not None and not self._beside.optimizers.are_known
+
+    def _charge(
+        self, static_bytes: int, step_plan: RematPlan, problem: RematProblem, parameters: dict[int, int]
+    ) -> None:
+        """Charge the account with a step, without what was found beside it, since that is not the step's."""
+        if self._share.is_charged:
+            step_bytes = step_plan.peak_bytes - problem.static_bytes
+            self._share.take(static_bytes - self._beside.found_bytes, step_bytes, parameters)
+
     def _remember(self, variants: Sequence[Variant], plans: tuple[RematPlan, ...], planned: Planned | None) -> Known:
-        known = Known(tuple(variants), plans, planned)
+        known = Known(
+            tuple(variants), plans, planned, self._beside.standing_bytes(), self._share.device_bytes,
+            is_provisional=self._is_provisional,
+        )  # fmt: skip
         self.measured.planned(self.sequences.remember(known), is_new=planned is not None)
         return known
 

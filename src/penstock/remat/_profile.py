@@ -20,9 +20,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from penstock.devices import backend_of, is_accelerator, random_forked
-from penstock.errors import InternalError
 from penstock.machines import Machine, counted_flops
-from penstock.probe import can_record, peak_bytes, record_memory
+from penstock.probe import can_record, record_memory
 from penstock.remat import _whole
 from penstock.remat._as_eager import function_of
 from penstock.remat._capture import JointGraph, device_of, taken_from, tensors_of
@@ -32,11 +31,6 @@ from penstock.tiers import generators_held
 _MAX_RUNS = 5
 _ENOUGH_S = 0.2
 """Total seconds of runs after which an operator is not run again."""
-_MARK_BYTES = 1_000_003
-"""Approximate size of allocations that separate operators in the record of memory.
-
-The record's clock is not precise enough for that.
-"""
 _OVERHEAD_FLOPS, _OVERHEAD_BYTES = 250_000, 50_000
 """Work of a core in the time that starting an operator takes."""
 _UNKNOWN_BYTES_PER_S = 5e9
@@ -71,7 +65,7 @@ class Costs:
                 for key, call in fresh.items()
                 if key not in scaled or scaled[key].workspace_bytes
             }
-            workspaces = _workspaces({key: run for key, run in runs.items() if run.works})
+            workspaces = {key: _workspace_bytes(run) for key, run in runs.items()}
         costs = dict(self._exact)
         for key, call in fresh.items():
             if key in scaled:
@@ -155,36 +149,14 @@ def _runnable(call: fx.Node, filler: int) -> Callable[[], Any]:
     return functools.partial(function_of(call), *arguments, **keywords)
 
 
-def _workspaces(runs: dict[Any, _Run]) -> dict[Any, int]:
-    """Return the bytes that each operator takes at its peak in addition to its results.
-
-    They are 0 on a CPU without compiled libraries.
-    """
-    sizes: dict[Any, int] = dict.fromkeys(runs, 0)
-    on_cpu: list[Any] = []
-    for key, run in runs.items():
-        if is_accelerator(run.device):
-            taken_bytes = peak_bytes(run.made(), device=run.device).activation_bytes
-            sizes[key] = max(0, taken_bytes - _made_bytes(run.call))
-        else:
-            on_cpu.append(key)
-    if not on_cpu or not can_record("cpu"):
-        return sizes
-    mark_bytes = _MARK_BYTES + max(_made_bytes(run.call) for run in runs.values())  # no operator makes such a storage
-    with record_memory("cpu", this_thread_only=True) as recording:  # only differences matter
-        for key in on_cpu:
-            operator = runs[key].made()
-            torch.empty(mark_bytes, dtype=torch.uint8)
-            operator()
-            torch.empty(mark_bytes, dtype=torch.uint8)
-    held = [recording.report.start_bytes, *(size for _, size in recording.report.timeline)]
-    marks = [index for index in range(1, len(held)) if held[index] - held[index - 1] == mark_bytes]
-    if len(marks) != 2 * len(on_cpu):
-        raise InternalError(f"{len(marks)} marks between {len(on_cpu)} operators in the record of memory")
-    for key, begin, end in zip(on_cpu, marks[::2], marks[1::2], strict=True):
-        taken = held[begin + 1 : end]  # the mark itself is already freed
-        sizes[key] = max(0, max(taken) - taken[0] - _made_bytes(runs[key].call))
-    return sizes
+def _workspace_bytes(run: _Run) -> int:
+    """Return the bytes that an operator takes at its peak in addition to its results; 0 where nothing counts them."""
+    if not run.works or not can_record(run.device):
+        return 0
+    operator = run.made()
+    with record_memory(run.device, this_thread_only=True) as recording:  # only differences matter
+        operator()
+    return max(0, recording.report.activation_bytes - _made_bytes(run.call))
 
 
 def _made_bytes(call: fx.Node) -> int:

@@ -24,6 +24,12 @@ class Known:
     plans: tuple[RematPlan, ...]
     planned: Planned | None
     """``None`` if they do not fit the budget, and take as little as they can."""
+    standing_bytes: int
+    """Bytes that stood beside the step when it was planned."""
+    limit_bytes: int | None
+    """The bytes that the process was to hold at most; ``None`` if there is no such number."""
+    is_provisional: bool
+    """Whether it takes as little as it can until the state of an optimizer is known."""
 
 
 class Sequences:
@@ -37,6 +43,10 @@ class Sequences:
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self._known)
+
+    def all(self) -> list[Known]:
+        """Return all of them."""
+        return list(self._known.values())
 
     def has(self, variants: Sequence[Variant]) -> bool:
         """Whether exactly these graphs are a sequence."""

@@ -11,7 +11,7 @@ If the budget still cannot be kept: `BudgetNotKeptWarning`, or the `BudgetError`
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,12 +19,14 @@ from torch import fx
 
 from penstock.devices import is_accelerator
 from penstock.errors import GraphBreakWarning
+from penstock.probe import PeakReport
 from penstock.remat import _dynamo
 from penstock.remat._beside import Beside, in_every_call
 from penstock.remat._calls import Done, Statics
 from penstock.remat._describe import describe
 from penstock.remat._explain import NOTHING_PLANNED, Planned
 from penstock.remat._halves import Emitter
+from penstock.remat._measured import is_due, is_first_due
 from penstock.remat._piece import Call, GraphPiece, PlannedHalves, RehearsalOver, Variant
 from penstock.remat._plan import RematPlan
 from penstock.remat._planner import Planner, Step
@@ -36,6 +38,8 @@ from penstock.remat._warn import warn
 
 _WORTH_MEASURING = 0.05
 """Share of the budget below which an eager rest that cannot be measured causes no warning."""
+_TOLERANCE = 100
+"""Divisor of the budget: a step beside the model that exceeds it by at most that part causes no warning."""
 _MAX_CALLS = 1024
 """Limit of calls per step. A caller who keeps results whose backward never comes makes one endless step."""
 
@@ -61,13 +65,15 @@ class Session:
         self.num_calls = 0
         """Number of calls of what was compiled, so far."""
         self.has_warned_of_pieces = False
-        self.beside = Beside(settings)
         self._share = Share(settings)
+        self.beside = Beside(settings, self._share)
         self.planner = Planner(settings, self.beside, self._share)
         self.emitter = Emitter(settings)
         self._costs = Costs() if settings.machine is None else ModelledCosts(settings.machine)
         self._lock = threading.RLock()
         self._step = Step()
+        self._stood_bytes = 0
+        """Bytes that stood beside the graphs when the step began that is being measured."""
         self._waiting: dict[int, dict[int, Call]] = {}
         """For each call whose backward may come, the live calls of its thread."""
 
@@ -111,7 +117,7 @@ class Session:
 
     def describe(self, variant: Variant) -> RematProblem:
         """Return the problem of a captured graph alone, with measured operators."""
-        return describe(variant, self.settings, self._costs, self.beside.standing_bytes())
+        return describe(variant, self.settings, self._costs)
 
     def emitted(self, variant: Variant, plan: RematPlan) -> PlannedHalves:
         """Return both halves of a variant by a plan for it."""
@@ -119,7 +125,8 @@ class Session:
         assert captured is not None and problem is not None
         if self.settings.compiler == "inductor":
             room_bytes = self._share.budget_bytes(problem, {})
-            allowed_bytes = room_bytes - problem.static_bytes + in_every_call(captured)
+            static_bytes = problem.static_bytes + self.beside.standing_bytes()
+            allowed_bytes = room_bytes - static_bytes + in_every_call(captured)
         return self.emitter.halves(variant, plan, allowed_bytes)
 
     def begin(self, variant: Variant, arguments: Sequence[Any]) -> Call:
@@ -129,6 +136,8 @@ class Session:
             if len(step.calls) >= _MAX_CALLS:
                 step.live.clear()
             self.settle()
+            if not step.calls:
+                self._share.begin_step(self.device)
             statics = Statics(arguments, accumulates=self.settings.accumulates)
             plan = self.planner.plan_for(step, variant, statics, is_one_graph=self.is_one_graph)
             call = Call(variant.emitted(plan), plan, self._over)
@@ -176,6 +185,16 @@ class Session:
                 calls, is_new = self._step.end()
                 if calls:
                     self.planner.learn(calls, is_new=is_new)
+                if self.beside.optimizers.is_changed:
+                    self.beside.optimizers.is_changed = False
+                    self.planner.settle()
+
+    def look(self, arguments: Iterable[torch.Tensor]) -> None:
+        """Look at what the process holds beside the step, of which ``arguments`` are those of the next call."""
+        with self._lock:
+            if is_due(self.num_calls) and not self._waiting and self.has_budget:
+                self.beside.look(self.device, arguments, is_new_round=is_first_due(self.num_calls))
+                self.planner.settle()
 
     def rest_saved(self, size_bytes: int) -> None:
         """Note what the eager rest of a call has saved. A new maximum leaves less for the graphs."""
@@ -207,28 +226,48 @@ class Session:
     def device(self) -> torch.device:
         """The device of the step."""
         known = [device for piece in self.pieces for device in piece.devices()]
+        known = known or [tensor.device for module in self.beside.modules for tensor in module.parameters()]
         return max(known, key=is_accelerator, default=torch.device("cpu"))
 
     @property
     def wants_to_be_measured(self) -> bool:
         """Whether steps were planned, or cannot be, and the peak of some is not known yet."""
         is_known = bool(self.planner.sequences) if self.pieces else self.beside.rest_bytes > 0
-        return self._share.device_bytes is not None and is_known and self.planner.measured.may_go_on
+        return self.has_budget and is_known and self.planner.measured.goes_on(self.num_calls)
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether the budget is a number of bytes."""
+        return self._share.device_bytes is not None
+
+    @property
+    def is_within_a_step(self) -> bool:
+        """Whether calls of this thread wait for backward."""
+        return bool(self._step.live)
 
     def could_be_measured(self, answer: bool) -> None:
         """Note whether a measurement could begin. If it never can, warn the user."""
+        self._stood_bytes = self.beside.standing_bytes() if answer else 0
         rest_bytes = self.beside.rest_bytes
         is_worth_it = rest_bytes > _WORTH_MEASURING * (self._share.device_bytes or 0)
         if not answer and self.planner.measured.missed() and is_worth_it:
             self.planner.not_kept.profiled(rest_bytes)
 
-    def was_measured(self, taken_bytes: int) -> None:
-        """Note the bytes that a step took beyond those at its start."""
+    def was_measured(self, report: PeakReport) -> None:
+        """Note what a step took."""
         with self._lock:
             self.planner.measured.tried()
+            stood_bytes = self._stood_bytes - self.beside.standing_bytes()  # what came since was not there
+            taken_bytes = report.activation_bytes + stood_bytes
             if not self.pieces:
                 self._ran_eagerly(taken_bytes + self.beside.standing_before([]))
             self.planner.was_measured(self._step, taken_bytes)
+
+    def ran_aside(self, peak_bytes: int) -> None:
+        """Note the bytes of a step that trained the model without calling it."""
+        budget_bytes = self._share.device_bytes or 0
+        if peak_bytes > budget_bytes + budget_bytes // _TOLERANCE:
+            self.planner.not_kept.aside(peak_bytes, budget_bytes)
 
     def _ran_eagerly(self, peak_bytes: int) -> None:
         """Note the bytes of a step of which nothing was compiled."""

@@ -1,5 +1,6 @@
 """Settings with which a step is planned, for every entry point."""
 
+import functools
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self
 
@@ -14,7 +15,7 @@ Size = int | str
 _EXAMPLE = "penstock.remat.compile(model, budget='6GiB')"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanSettings:
     """Settings with which a step is planned. It is wide because users set each of them by name."""
 
@@ -24,7 +25,7 @@ class PlanSettings:
     A ``float`` is a share of the peak without a plan.
     """
     optimizer: torch.optim.Optimizer | None = None
-    """The optimizer, whose state is counted, also before its first step."""
+    """The optimizer, whose state is counted, also before its first step where that is known."""
     reserve: Size = 0
     """Further bytes that the process holds on the device in addition to this step."""
     disk: tiers.DiskSpec = None
@@ -62,11 +63,12 @@ class PlanSettings:
     @property
     def has_tiers(self) -> bool:
         """Whether there is a tier to move storages to."""
-        account = self.account()
+        account = self.account
         return bool(account.disk_bytes) or bool(account.tiers) or account.host_bytes is not None
 
+    @functools.cached_property  # hence no slots
     def account(self) -> tiers.Budget:
-        """Return the budget as one account."""
+        """The budget as one account, which whoever takes something for this step charges."""
         if isinstance(self.budget, tiers.Budget):
             return self.budget
         size = None if isinstance(self.budget, float) or self.budget is None else self.budget
