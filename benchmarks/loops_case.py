@@ -41,6 +41,8 @@ SHARES = {"activations": 0.6, "compile": 0.7, "string": 0.7}
 SHARE_OF_ALL = 0.6
 """The tight budget of the doors that move parameters and states, too: this share of plain's peak."""
 MOST_ATTEMPTS = 4
+STEP_UP = 1.15
+"""What a user multiplies a budget by if its refusal names no number of bytes."""
 UNMETERED_BYTES = 2**23
 """What stands for plain's peak where no meter is preloaded."""
 ROUNDING = 1e-5
@@ -109,9 +111,11 @@ def _attempts(run: Callable[[int], Results], expected: Results, budget_bytes: in
                 part["peak_bytes"] = result.peak_bytes
         part |= {"said": heard}
         named = named_bytes(part.get("text", ""))
-        if part["verdict"] != "refused" or named is None or named <= budget_bytes:
+        if part["verdict"] != "refused" or not part["message"].startswith("BudgetError"):
             break
-        budget_bytes = named
+        if named is not None and named <= budget_bytes:
+            break  # it named what it got
+        budget_bytes = named if named is not None else int(budget_bytes * STEP_UP)
     return part if part["verdict"] != "equal" else part | _within(part)
 
 
