@@ -40,8 +40,8 @@ SHARES = {"activations": 0.6, "compile": 0.7, "string": 0.7}
 """The tight budget: this share of what plain needs above what stands at the start of a step."""
 SHARE_OF_ALL = 0.6
 """The tight budget of the doors that move parameters and states, too: this share of plain's peak."""
-MOST_ATTEMPTS = 4
-STEP_UP = 1.15
+MOST_ATTEMPTS = 5
+STEP_UP = 1.3
 """What a user multiplies a budget by if its refusal names no number of bytes."""
 UNMETERED_BYTES = 2**23
 """What stands for plain's peak where no meter is preloaded."""
