@@ -18,6 +18,7 @@ late steps is measured in a repetition. The verdict is the worst of:
 
 import argparse
 import contextlib
+import gc
 import importlib
 import json
 import multiprocessing
@@ -47,7 +48,7 @@ THEMES = tuple(
         if file.stem not in ("loops_case", "loops_common", "loops_door")
     )
 )
-_PRELOADED = ("benchmarks.loops_case", "torch._dynamo")
+_PRELOADED = ("benchmarks.loops_case", "benchmarks.loops_optimizers", "torch._dynamo", "torch.profiler")
 _QUICK = ("classifier",)
 
 
@@ -78,7 +79,9 @@ def _child(name: str, door: str, folder: Path) -> None:
         draft.write_text(json.dumps(row))
         draft.replace(folder / "row.json")
 
-    tell(loops_case.case(load()[name], door, disk, tell))
+    loops = load()
+    gc.freeze()  # half a million objects of libraries, which each collection would look at
+    tell(loops_case.case(loops[name], door, disk, tell))
     sys.stdout.flush()
     os._exit(0)  # what libraries do at exit is no part of the case
 
@@ -111,7 +114,7 @@ class Running:
             self._process.kill()
         self._process.join()
         report, log = self._folder / "row.json", self._folder / "log.txt"
-        said = log.read_text(errors="replace")[-2000:] if log.is_file() else ""
+        said = log.read_text(errors="replace")[-6000:] if log.is_file() else ""
         row: dict[str, Any] = {"name": self.case[0], "theme": LOOPS[self.case[0]].theme, "door": self.case[1]}
         row |= json.loads(report.read_text()) if report.is_file() else {"parts": []}
         if is_late or self._process.exitcode != 0:

@@ -395,8 +395,9 @@ def best_model_by_deepcopy(door: Door) -> None:
 @loop(
     job=job(
         lambda parameters: torch.optim.AdamW(parameters),
-        loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], label_smoothing=0.1)
-        + 1e-3 * batch[0].square().mean(),
+        loss=lambda model, batch: (
+            F.cross_entropy(model(batch[0]), batch[1], label_smoothing=0.1) + 1e-3 * batch[0].square().mean()
+        ),
     )
 )
 def penalty_on_weights(door: Door) -> None:

@@ -232,4 +232,3 @@ def phrased_here(line: str) -> bool:
     words = _words(line).split()
     windows = [" ".join(words[at : at + 5]) for at in range(max(1, len(words) - 4))]
     return any(f" {window} " in _phrases() for window in windows if window)
-

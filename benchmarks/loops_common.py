@@ -43,9 +43,8 @@ def job(
     **options: Any,
 ) -> Callable[[], fleet.Job]:
     """Return a function that makes a job of a supervised loop."""
-    return lambda: fleet.Job(
-        name="job", model=model, data=data, loss=loss, optimizer=optimizer, steps=STEPS, **options
-    )
+    settings: dict[str, Any] = {"steps": STEPS, **options}
+    return lambda: fleet.Job(name="job", model=model, data=data, loss=loss, optimizer=optimizer, **settings)
 
 
 def supervised(

@@ -1,17 +1,17 @@
 """The doors of `benchmarks.loops`: a loop is written once, against `Door`, and runs plainly and through each of them.
 
-    @loop
-    def classifier(door):
-        model = nn.Linear(8, 8)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        net = door.train(model, optimizer)      # the model to call
-        for number in door.steps(8):            # late steps are measured
-            with door:                          # around a step
-                loss = net(torch.randn(4, 8)).sum()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            door.note(loss)                     # compared bit for bit, and so are model, optimizer and random state
+@loop
+def classifier(door):
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    net = door.train(model, optimizer)      # the model to call
+    for number in door.steps(8):            # late steps are measured
+        with door:                          # around a step
+            loss = net(torch.randn(4, 8)).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        door.note(loss)                     # compared bit for bit, and so are model, optimizer and random state
 """
 
 import contextlib
@@ -72,9 +72,7 @@ def loop(
     def register(function: Callable[["Door"], None]) -> Callable[["Door"], None]:
         name, theme = function.__name__, function.__module__.rpartition("loops_")[2]
         assert name not in LOOPS, name
-        LOOPS[name] = Loop(
-            name=name, theme=theme, run=function, job=job, refuses=tuple(refuses)
-        )
+        LOOPS[name] = Loop(name=name, theme=theme, run=function, job=job, refuses=tuple(refuses))
         return function
 
     return register if function is None else register(function)
@@ -239,9 +237,7 @@ class Activations(Door):
     def __enter__(self) -> Door:
         if self._offloader is None:
             whole = self._models[0] if len(self._models) == 1 else nn.ModuleList(self._models)
-            self._offloader = offload.activations(
-                whole, disk=self.folder, budget=self._budget_bytes, min_size="16KiB"
-            )
+            self._offloader = offload.activations(whole, disk=self.folder, budget=self._budget_bytes, min_size="16KiB")
         self._offloader.__enter__()
         return self
 

@@ -155,7 +155,9 @@ class GaLore(Own):
             if is_wide:
                 gradient = state.setdefault("projector", Projector(8)).down(gradient)
             state.setdefault("exp_avg", torch.zeros_like(gradient)).lerp_(gradient, 0.1)
-            state.setdefault("exp_avg_sq", torch.zeros_like(gradient)).mul_(0.99).addcmul_(gradient, gradient, value=0.01)
+            state.setdefault("exp_avg_sq", torch.zeros_like(gradient)).mul_(0.99).addcmul_(
+                gradient, gradient, value=0.01
+            )
             update = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-8)
             parameter.add_(state["projector"].up(update) if is_wide else update, alpha=-1e-3)
 
@@ -315,7 +317,9 @@ class Muon(Own):
                 parameter.add_(state["exp_avg"], alpha=-group["lr"])
                 continue
             buffer = state.setdefault("momentum_buffer", torch.zeros_like(parameter)).mul_(0.9).add_(gradient)
-            update = (buffer / (buffer.norm() + 1e-7)).T if buffer.shape[0] > buffer.shape[1] else buffer / buffer.norm()
+            update = (
+                (buffer / (buffer.norm() + 1e-7)).T if buffer.shape[0] > buffer.shape[1] else buffer / buffer.norm()
+            )
             for _ in range(3):
                 square = update @ update.T
                 update = 3.4445 * update + (-4.775 * square + 2.0315 * square @ square) @ update
@@ -767,7 +771,9 @@ def conflicting_gradients(door: Door) -> None:
             projected = flat[0] - (inner.clamp(max=0) / flat[1].square().sum()) * flat[1] + flat[1]
             for head, loss in zip(heads, losses, strict=True):
                 for parameter, gradient in zip(
-                    head.parameters(), torch.autograd.grad(loss, list(head.parameters()), retain_graph=True), strict=True
+                    head.parameters(),
+                    torch.autograd.grad(loss, list(head.parameters()), retain_graph=True),
+                    strict=True,
                 ):
                     parameter.grad = gradient
             at = 0

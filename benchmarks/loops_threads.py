@@ -70,9 +70,7 @@ def logger_thread_inside(door: Door) -> None:
 @loop
 def state_dict_in_a_thread(door: Door) -> None:
     """A checkpoint is copied by a thread while this one waits."""
-    trained(
-        door, between=lambda model, _: in_thread(lambda: {n: v.clone() for n, v in model.state_dict().items()})
-    )
+    trained(door, between=lambda model, _: in_thread(lambda: {n: v.clone() for n, v in model.state_dict().items()}))
 
 
 @loop
@@ -151,9 +149,7 @@ def loader_with_workers_inside(door: Door) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     net = door.train(model, optimizer)
     for _ in door.steps(4):
-        loader = torch.utils.data.DataLoader(
-            torch.utils.data.TensorDataset(*whole), batch_size=480, num_workers=1
-        )
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*whole), batch_size=480, num_workers=1)
         for batch in loader:
             with door:
                 loss = class_loss(net, batch)
