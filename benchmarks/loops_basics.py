@@ -1,4 +1,4 @@
-"""Loops that everybody writes: classification, accumulation, clipping, mixed precision, schedules, averages, freezing."""
+"""Loops that everybody writes: accumulation, clipping, mixed precision, schedules, averages, freezing."""
 
 import copy
 import io

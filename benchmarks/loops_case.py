@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import re
 import traceback
 import warnings
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 import penstock
 from benchmarks.coverage_case import named_bytes
@@ -104,7 +104,7 @@ def _attempts(run: Callable[[int], Results], expected: Results, budget_bytes: in
                 result = run(budget_bytes)
             except Inapplicable as error:
                 return part | {"verdict": "none", "message": str(error)}
-            except BaseException as error:  # noqa: BLE001
+            except BaseException as error:
                 part |= failed(error)
             else:
                 part |= judged(expected, result, door)
@@ -133,7 +133,7 @@ def _beside_pytorch(which: Loop, expected: Results, part: dict[str, Any], folder
     with _hearing():
         try:
             theirs = judged(expected, run_once(which, ByAotEager(0, folder)), "aot_eager")
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             theirs = failed(error)
     if theirs["verdict"] != part["verdict"]:
         return {"aot_eager": theirs["verdict"]}
@@ -186,7 +186,7 @@ def _relative(ours: Array, other: Array) -> float:
         return 0.0
     mine, others = ours.astype(np.float64), other.astype(np.float64)
     apart = float(np.abs(mine - others).max() / max(np.abs(mine).max(), 1e-6))
-    return apart if apart == apart else float("inf")
+    return float("inf") if math.isnan(apart) else apart
 
 
 def failed(error: BaseException) -> dict[str, Any]:

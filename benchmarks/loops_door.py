@@ -342,7 +342,7 @@ NAMES = (*DOORS, "fleet")
 
 def seeded() -> None:
     torch.manual_seed(0)
-    np.random.seed(0)  # noqa: NPY002  # as loops do
+    np.random.seed(0)  # as loops do
     random.seed(0)
 
 

@@ -1,4 +1,4 @@
-"""Sequences: language models, recurrent nets over long texts, adapters, sparse embeddings, jagged batches, retrieval."""
+"""Sequences: language models, recurrent nets over long texts, adapters, sparse embeddings, retrieval."""
 
 import copy
 from typing import Any

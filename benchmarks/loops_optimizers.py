@@ -806,7 +806,7 @@ def kfac_hooks(door: Door) -> None:
             module.register_forward_pre_hook(forward)
             module.register_full_backward_hook(backward)
     net = door.train(model, optimizer)
-    door.also([parts for parts in factors.values()])
+    door.also(list(factors.values()))
     for _, batch in zip(door.steps(8), batches(8), strict=True):
         with door:
             loss = class_loss(net, batch)

@@ -1,4 +1,4 @@
-"""Other threads, other processes, other libraries: whoever reads weights without PyTorch's dispatcher of this thread."""
+"""Other threads, processes and libraries: whoever reads weights past PyTorch's dispatcher of this thread."""
 
 import queue
 import threading
@@ -45,7 +45,7 @@ def in_thread(function: Callable[[], Any]) -> Any:
     def run() -> None:
         try:
             found.append(function())
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             found.append(error)
 
     thread = threading.Thread(target=run)
@@ -220,7 +220,7 @@ def judged_in_a_forked_process(door: Door) -> None:
             try:
                 with torch.no_grad():
                     return float(model(rows).sum())
-            except Exception as error:  # noqa: BLE001
+            except Exception as error:
                 return f"{type(error).__name__}: {error}"
 
         answers.append(forked(context, run))
