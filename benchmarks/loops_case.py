@@ -6,7 +6,7 @@ import math
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from benchmarks.loops_door import (
     plain_job,
     run_once,
 )
+from penstock import probe
 from penstock.errors import BudgetNotKeptWarning, PenstockWarning
 
 VERDICTS = ("CRASH", "DIFFERENT", "RAW", "TIMEOUT", "OVER", "PYTORCH", "refused", "told", "equal", "none", "PLAIN")
@@ -43,40 +44,49 @@ SHARE_OF_ALL = 0.6
 MOST_ATTEMPTS = 5
 STEP_UP = 1.3
 """What a user multiplies a budget by if its refusal names no number of bytes."""
-UNMETERED_BYTES = 2**23
-"""What stands for plain's peak where no meter is preloaded."""
 ROUNDING = 1e-5
 
 Tell = Callable[[dict[str, Any]], None]
 """Takes the row as far as it is."""
 
 
-def case(which: Loop, door: str, folder: Path, tell: Tell = lambda _: None) -> dict[str, Any]:
+def case(
+    which: Loop, door: str, folder: Path, tell: Tell = lambda _: None, budgets: Sequence[str] = ("generous", "tight")
+) -> dict[str, Any]:
     """Run a loop plainly and through a door within two budgets, and return its row."""
     row: dict[str, Any] = {"name": which.name, "theme": which.theme, "door": door, "parts": []}
     run: Callable[[int], Results]
+    plainly: Callable[[], Results]
     if door == "fleet":
         if which.job is None:
             return row | {"verdict": "none", "message": "no form as a job"}
         job = which.job()
-        expected, again = plain_job(job), plain_job(job)
+        plainly = lambda: plain_job(job)  # noqa: E731
         run = lambda budget: in_fleet(job, budget)  # noqa: E731
     else:
-        expected, again = (run_once(which, Door(0, folder)) for _ in range(2))
+        plainly = lambda: run_once(which, Door(0, folder))  # noqa: E731
         run = lambda budget: run_once(which, DOORS[door](budget, folder))  # noqa: E731
+    expected = plainly()
+    report = None if expected.peak_bytes else probe.peak_bytes(plainly, device="cpu")  # where no meter is preloaded
+    again = plainly() if report is None else report.result
     if (control := difference(expected.values, again.values)) is not None:
         return row | {"verdict": "PLAIN", "message": f"plain PyTorch does not repeat itself: {control}"}
-    peak_bytes, standing_bytes = expected.peak_bytes or UNMETERED_BYTES, expected.standing_bytes
+    peak_bytes, standing_bytes = expected.peak_bytes, expected.standing_bytes
+    if report is not None:
+        peak_bytes, standing_bytes = report.peak_bytes, report.peak_bytes // 2
     tight = int(SHARE_OF_ALL * peak_bytes)
     if door in SHARES:
         tight = standing_bytes + int(SHARES[door] * (peak_bytes - standing_bytes))
     row |= {"plain_peak_bytes": peak_bytes, "standing_bytes": standing_bytes}
-    budgets = {"tight": tight} if door in TRACING else {"generous": GENEROUS * peak_bytes, "tight": tight}
-    for kind, budget_bytes in budgets.items():
+    sizes = {"generous": GENEROUS * peak_bytes, "tight": tight}
+    for kind in budgets if door not in TRACING else ("tight",):
+        budget_bytes = sizes[kind]
         part: dict[str, Any] = {"budget": kind, "verdict": "CRASH", "message": "", "budget_bytes": budget_bytes}
         row["parts"].append(part)
         tell(row)
         part |= _attempts(run, expected, budget_bytes, door)
+        if part["message"].startswith("BudgetError") and part["budget_bytes"] >= peak_bytes:
+            part["message"] += f" (within {part['budget_bytes']}, while plain PyTorch takes {peak_bytes})"
         if part["verdict"] in ("DIFFERENT", "RAW") and door in TRACING:
             part |= _beside_pytorch(which, expected, part, folder)
         tell(row)
