@@ -12,7 +12,7 @@ from penstock.errors import BudgetError, InternalError
 NAMES = [
     "accumulation_with_clipping",
     "averaged_by_step_hook",
-    "convolutional",
+    "byol",
     "direct_preferences",
     "first_order_maml",
     "forward_without_backward",
