@@ -17,27 +17,20 @@ late steps is measured in a repetition. The verdict is the worst of:
 """
 
 import argparse
-import contextlib
 import gc
 import importlib
 import json
-import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from multiprocessing import connection
-from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from benchmarks import common, loops_case, loops_door
-from benchmarks.coverage import _without_folders
+from benchmarks import common, loops_case, loops_door, processes
 from benchmarks.loops_door import LOOPS
 
 LIMIT_S = 240.0
@@ -59,96 +52,44 @@ def load() -> dict[str, loops_door.Loop]:
     return LOOPS
 
 
-def _child(name: str, door: str, folder: Path) -> None:
-    """Run a case in a forked process, which leads a group so that every process that it starts ends with it."""
-    import faulthandler
-
+def _target(case: tuple[str, str], disk: Path, tell: processes.Tell) -> None:
+    """Run a case, and tell its row after each of its runs."""
     import torch
 
-    os.setsid()
-    with (folder / "log.txt").open("wb", buffering=0) as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
-    faulthandler.enable()
     torch.set_num_threads(1)
-    disk = folder / "disk"
-    disk.mkdir()
-
-    def tell(row: dict[str, Any]) -> None:
-        draft = folder / "row.new"
-        draft.write_text(json.dumps(row))
-        draft.replace(folder / "row.json")
-
     loops = load()
     gc.freeze()  # half a million objects of libraries, which each collection would look at
-    tell(loops_case.case(loops[name], door, disk, tell))
-    sys.stdout.flush()
-    os._exit(0)  # what libraries do at exit is no part of the case
+    tell(loops_case.case(loops[case[0]], case[1], disk, tell))
 
 
-class Running:
-    """A case that is running in a process."""
-
-    def __init__(self, context: ForkServerContext, case: tuple[str, str], limit_s: float, scratch: Path):
-        self.case = case
-        self._folder = Path(tempfile.mkdtemp(dir=scratch))
-        self._process: ForkServerProcess = context.Process(target=_child, args=(*case, self._folder))
-        self._start_s, self._limit_s = time.monotonic(), limit_s
-        self._process.start()
-        self.sentinel = self._process.sentinel
-
-    @property
-    def left_s(self) -> float:
-        """Seconds until its limit."""
-        left_s: float = self._start_s + self._limit_s - time.monotonic()
-        return max(0.0, left_s)
-
-    def row(self) -> dict[str, Any] | None:
-        """Return its row when it is over, or past its limit."""
-        is_late = self._process.is_alive()
-        if is_late and self.left_s > 0:
-            return None
-        if is_late:
-            with contextlib.suppress(ProcessLookupError):  # it leads no group yet
-                os.killpg(self._process.pid or 0, signal.SIGKILL)
-            self._process.kill()
-        self._process.join()
-        report, log = self._folder / "row.json", self._folder / "log.txt"
-        said = log.read_text(errors="replace")[-6000:] if log.is_file() else ""
-        row: dict[str, Any] = {"name": self.case[0], "theme": LOOPS[self.case[0]].theme, "door": self.case[1]}
-        row |= json.loads(report.read_text()) if report.is_file() else {"parts": []}
-        if is_late or self._process.exitcode != 0:
-            row |= self._cut_short(row["parts"], is_late) | {"trace": said}
-        row = _without_folders(row)
-        return row | {"duration_s": round(time.monotonic() - self._start_s, 1)}
-
-    def _cut_short(self, parts: list[dict[str, Any]], is_late: bool) -> dict[str, Any]:
-        """Return verdict and message of a case that did not come to its end."""
-        if not parts:
-            return {"verdict": "PLAIN", "message": "plain training failed or took too long"}
-        if is_late:
-            parts[-1] |= {"verdict": "TIMEOUT", "message": f"more than {self._limit_s:.0f} s"}
+def _row(ended: processes.Ended[tuple[str, str]]) -> dict[str, Any]:
+    """Return the row of a case. If it did not come to its end, what it was in the middle of gives the verdict."""
+    name, door = ended.case
+    row: dict[str, Any] = {"name": name, "theme": LOOPS[name].theme, "door": door, "parts": []} | (ended.row or {})
+    if ended.is_late or ended.exit_code != 0:
+        row |= {"trace": ended.log}
+        if not row["parts"]:
+            row |= {"verdict": "PLAIN", "message": "plain training failed or took too long"}
         else:
-            code = self._process.exitcode or 0
-            parts[-1]["message"] = signal.Signals(-code).name if code < 0 else f"exit status {code}"
-        return loops_case.summary(parts)
+            code = ended.exit_code
+            said = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+            late = {"verdict": "TIMEOUT", "message": f"more than {ended.duration_s:.0f} s"}
+            row["parts"][-1] |= late if ended.is_late else {"message": said}
+            row |= loops_case.summary(row["parts"])
+    return row | {"duration_s": ended.duration_s}
 
 
 def run(cases: Sequence[tuple[str, str]], settings: argparse.Namespace, scratch: Path) -> Iterator[dict[str, Any]]:
     """Run cases, ``settings.jobs`` at once, and yield each row when it is complete."""
-    os.environ["LD_PRELOAD"] = str(_meter(scratch))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOADED))
-    waiting, running = list(reversed(cases)), list[Running]()
-    while waiting or running:
-        while waiting and len(running) < settings.jobs:
-            running.append(Running(context, waiting.pop(), settings.limit, scratch))
-        connection.wait([process.sentinel for process in running], min(process.left_s for process in running))
-        for process in tuple(running):
-            row = process.row()
-            if row is not None:
-                running.remove(process)
-                yield row
+    before = os.environ.get("LD_PRELOAD", "")
+    os.environ["LD_PRELOAD"] = f"{_meter(scratch)} {before}".strip()  # for the process that cases are forked from
+    try:
+        ended = processes.run(
+            _target, cases, preloaded=_PRELOADED, jobs=settings.jobs, limit_s=settings.limit, scratch=scratch
+        )
+        yield from map(_row, ended)
+    finally:
+        os.environ["LD_PRELOAD"] = before
 
 
 def _meter(scratch: Path) -> Path | str:
