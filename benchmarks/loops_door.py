@@ -19,7 +19,7 @@ import ctypes
 import gc
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -35,7 +35,6 @@ Array = np.ndarray[Any, Any]
 """Results to compare are kept as arrays, since live tensors of a process count in its peak."""
 NUM_MEASURED = 4
 """Steps at the end of a loop that are measured: by then every plan has settled."""
-CLIP_NORM = 1.0
 
 
 class Inapplicable(Exception):
@@ -54,8 +53,6 @@ class Loop:
     """The loop."""
     job: Callable[[], fleet.Job] | None
     """The same as a job of a fleet; ``None``: it has no such form."""
-    refuses: tuple[str, ...]
-    """Doors that rightly refuse it."""
 
 
 LOOPS: dict[str, Loop] = {}
@@ -65,14 +62,13 @@ def loop(
     function: Callable[["Door"], None] | None = None,
     *,
     job: Callable[[], fleet.Job] | None = None,
-    refuses: Sequence[str] = (),
 ) -> Any:
     """Register a loop; a decorator with or without arguments."""
 
     def register(function: Callable[["Door"], None]) -> Callable[["Door"], None]:
         name, theme = function.__name__, function.__module__.rpartition("loops_")[2]
         assert name not in LOOPS, name
-        LOOPS[name] = Loop(name=name, theme=theme, run=function, job=job, refuses=tuple(refuses))
+        LOOPS[name] = Loop(name=name, theme=theme, run=function, job=job)
         return function
 
     return register if function is None else register(function)
@@ -116,8 +112,6 @@ class Results:
 
 class Door:
     """Plain PyTorch, and the base of the doors."""
-
-    takes = ("budget",)
 
     def __init__(self, budget_bytes: int = 0, folder: Path | None = None):
         self._budget_bytes, self._meter = budget_bytes, Meter()
