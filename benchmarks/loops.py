@@ -52,14 +52,14 @@ def load() -> dict[str, loops_door.Loop]:
     return LOOPS
 
 
-def _target(case: tuple[str, str], disk: Path, tell: processes.Tell) -> None:
+def _target(case: tuple[str, str], disk: Path, tell: processes.Tell, budgets: Sequence[str]) -> None:
     """Run a case, and tell its row after each of its runs."""
     import torch
 
     torch.set_num_threads(1)
     loops = load()
     gc.freeze()  # half a million objects of libraries, which each collection would look at
-    tell(loops_case.case(loops[case[0]], case[1], disk, tell))
+    tell(loops_case.case(loops[case[0]], case[1], disk, tell, budgets))
 
 
 def _row(ended: processes.Ended[tuple[str, str]]) -> dict[str, Any]:
@@ -85,7 +85,13 @@ def run(cases: Sequence[tuple[str, str]], settings: argparse.Namespace, scratch:
     os.environ["LD_PRELOAD"] = f"{_meter(scratch)} {before}".strip()  # for the process that cases are forked from
     try:
         ended = processes.run(
-            _target, cases, preloaded=_PRELOADED, jobs=settings.jobs, limit_s=settings.limit, scratch=scratch
+            _target,
+            cases,
+            arguments=(settings.budget or loops_case.BUDGETS,),
+            preloaded=_PRELOADED,
+            jobs=settings.jobs,
+            limit_s=settings.limit,
+            scratch=scratch,
         )
         yield from map(_row, ended)
     finally:
@@ -146,6 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     options.add_argument("--loop", action="append", help="a loop; may be given several times")
     options.add_argument("--theme", action="append", choices=THEMES)
     options.add_argument("--door", action="append", choices=loops_door.NAMES)
+    options.add_argument("--budget", action="append", choices=loops_case.BUDGETS, help="by default both")
     options.add_argument("--verdict", action="append", help="with --again: only rows that had this verdict")
     options.add_argument("--jobs", type=int, default=1, help="cases that run at once")
     options.add_argument("--limit", type=float, default=LIMIT_S, help="seconds that a case may take")

@@ -33,6 +33,7 @@ from penstock.errors import BudgetNotKeptWarning, PenstockWarning
 
 VERDICTS = ("CRASH", "DIFFERENT", "RAW", "TIMEOUT", "OVER", "PYTORCH", "refused", "told", "equal", "none", "PLAIN")
 """From worst to best; a row has the worst of its runs."""
+BUDGETS = ("generous", "tight")
 SLACK = 1.01
 """A peak up to this share of the budget counts as kept."""
 GENEROUS = 4
@@ -51,7 +52,7 @@ Tell = Callable[[dict[str, Any]], None]
 
 
 def case(
-    which: Loop, door: str, folder: Path, tell: Tell = lambda _: None, budgets: Sequence[str] = ("generous", "tight")
+    which: Loop, door: str, folder: Path, tell: Tell = lambda _: None, budgets: Sequence[str] = BUDGETS
 ) -> dict[str, Any]:
     """Run a loop plainly and through a door within two budgets, and return its row."""
     row: dict[str, Any] = {"name": which.name, "theme": which.theme, "door": door, "parts": []}
@@ -67,13 +68,10 @@ def case(
         plainly = lambda: run_once(which, Door(0, folder))  # noqa: E731
         run = lambda budget: run_once(which, DOORS[door](budget, folder))  # noqa: E731
     expected = plainly()
-    report = None if expected.peak_bytes else probe.peak_bytes(plainly, device="cpu")  # where no meter is preloaded
-    again = plainly() if report is None else report.result
-    if (control := difference(expected.values, again.values)) is not None:
-        return row | {"verdict": "PLAIN", "message": f"plain PyTorch does not repeat itself: {control}"}
     peak_bytes, standing_bytes = expected.peak_bytes, expected.standing_bytes
-    if report is not None:
-        peak_bytes, standing_bytes = report.peak_bytes, report.peak_bytes // 2
+    if not peak_bytes:  # no meter is preloaded
+        peak_bytes = probe.peak_bytes(plainly, device="cpu").peak_bytes
+        standing_bytes = peak_bytes // 2
     tight = int(SHARE_OF_ALL * peak_bytes)
     if door in SHARES:
         tight = standing_bytes + int(SHARES[door] * (peak_bytes - standing_bytes))
@@ -87,6 +85,8 @@ def case(
         part |= _attempts(run, expected, budget_bytes, door)
         if part["message"].startswith("BudgetError") and part["budget_bytes"] >= peak_bytes:
             part["message"] += f" (within {part['budget_bytes']}, while plain PyTorch takes {peak_bytes})"
+        if part["verdict"] == "DIFFERENT" and (control := difference(expected.values, plainly().values)) is not None:
+            return row | {"verdict": "PLAIN", "message": f"plain PyTorch does not repeat itself: {control}"}
         if part["verdict"] in ("DIFFERENT", "RAW") and door in TRACING:
             part |= _beside_pytorch(which, expected, part, folder)
         tell(row)
