@@ -47,6 +47,7 @@ LEFT_OUT = {
     "BaseOptimizer": "the base of all",
     "DeMo": "wants the package einops and a group of processes",
     "GSAM": "wants a schedule object of its own",
+    "Kron": "takes minutes and gigabytes for a step, with or without Penstock, unless opt_einsum is installed",
     "PCGrad": "has no step of the usual kind",
     "SafeFP16Optimizer": "wants a model in half precision and losses that it scales",
     "SpectralSphere": "takes matrices only",
