@@ -60,13 +60,15 @@ MUONS = ("AdaGO", "AdaMuon", "Muon", "MuonClip", "NorMuon")
 OF_GRAPHS = ("AdaHessian", "SophiaH")
 """Differentiate the gradients, which need their graph."""
 OF_CLOSURES = ("BSAM", "FriendlySAM", "LookSAM", "SAM", "WSAM")
-WRAPPERS = ("Lookahead", "OrthoGrad", "ScheduleFreeWrapper", "TRAC")
+WRAPPERS = ("Lookahead", "OrthoGrad", "TRAC")
 
 
 def makes(name: str, kind: Any) -> Make:
     """Return a function that makes an optimizer of a class from parameters and the model."""
     if name in MUONS:
         return lambda parameters, _: kind(split(parameters))
+    if name == "ScheduleFreeWrapper":
+        return lambda parameters, _: in_training(kind(torch.optim.SGD(parameters, lr=0.05)))
     if name in WRAPPERS:
         return lambda parameters, _: kind(torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
     if name == "WSAM":
@@ -80,6 +82,11 @@ def makes(name: str, kind: Any) -> Make:
     if name == "AdamMini":
         return lambda _, model: kind(model, lr=1e-3)
     return lambda parameters, _: kind(parameters)
+
+
+def in_training(optimizer: Any) -> torch.optim.Optimizer:
+    optimizer.train()
+    return optimizer
 
 
 def register(name: str, kind: type[torch.optim.Optimizer]) -> None:
