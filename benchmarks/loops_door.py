@@ -222,6 +222,7 @@ class Activations(Door):
         super().__init__(*arguments, **options)
         self._models: list[nn.Module] = []
         self._offloader: offload.Offloader | None = None
+        self._entered: offload.Offloader | None = None
 
     def _take(self, models: list[nn.Module], optimizer: torch.optim.Optimizer | None) -> list[Any]:
         self.close()
@@ -232,14 +233,16 @@ class Activations(Door):
         if self._offloader is None:
             whole = self._models[0] if len(self._models) == 1 else nn.ModuleList(self._models)
             self._offloader = offload.activations(whole, disk=self.folder, budget=self._budget_bytes, min_size="16KiB")
-        self._offloader.__enter__()
+        self._entered = self._offloader
+        self._entered.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._offloader is not None
-        self._offloader.__exit__(kind, error, trace)
+        entered, self._entered = self._entered, None  # a loop may forget it inside
+        assert entered is not None
+        entered.__exit__(kind, error, trace)
 
     def forget(self) -> None:
         super().forget()
