@@ -15,32 +15,22 @@ the libraries, so that a crash is a row. Verdicts:
 """
 
 import argparse
-import contextlib
 import importlib.metadata
 import importlib.util
 import json
-import multiprocessing
-import os
-import re
-import signal
-import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import connection
-from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from benchmarks import common, coverage_case, zoo
+from benchmarks import common, coverage_case, processes, zoo
 
 LIMIT_S = 300.0
 VERDICTS = ("equal", "close", "refused", "failed", "crashed", "hung", "not equal")
 _QUICK = ("bert", "gpt2", "t5", "resnet")
 _PRELOADED = ("benchmarks.coverage_preload",)
-_PATH = re.compile(r"(?<![\w./-])/(?:[\w.+-]+/)+(?=[\w.+-]+/[\w.+-]+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,99 +48,49 @@ class Case:
         return self.name, self.door
 
 
-def in_this_process(case: Case, folder: Path, share: float, num_each: int) -> dict[str, Any]:
+def in_this_process(case: Case, disk: Path, share: float, num_each: int) -> dict[str, Any]:
     """Run a case here, and return its row."""
     import torch
 
     torch.set_num_threads(1)
-    disk = folder / "disk"
-    disk.mkdir(parents=True, exist_ok=True)
     steps = coverage_case.schedule(num_each)
     return coverage_case.case(zoo.all_architectures()[case.name], case.door, disk, share=share, steps=steps)
 
 
-def _child(case: Case, folder: Path, share: float, num_each: int) -> None:
-    """Run a case in a forked process, which leads a group so that every process that it starts ends with it."""
-    import faulthandler
-
-    os.setsid()
-    with (folder / "log.txt").open("wb", buffering=0) as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
-    faulthandler.enable()
-    row = in_this_process(case, folder, share, num_each)
-    (folder / "row.json").write_text(json.dumps(row))
-    sys.stdout.flush()
-    os._exit(0)  # what libraries do at exit is no part of the case
+def _target(case: Case, disk: Path, tell: processes.Tell, share: float, num_each: int) -> None:
+    tell(in_this_process(case, disk, share, num_each))
 
 
-class Running:
-    """A case that is running in a process."""
-
-    def __init__(self, context: ForkServerContext, case: Case, settings: argparse.Namespace, scratch: Path):
-        self.case = case
-        self._folder = Path(tempfile.mkdtemp(dir=scratch))
-        arguments = (case, self._folder, settings.share, settings.steps)
-        self._process: ForkServerProcess = context.Process(target=_child, args=arguments)
-        self._start_s, self._limit_s = time.monotonic(), settings.limit
-        self._process.start()
-        self.sentinel = self._process.sentinel
-
-    @property
-    def left_s(self) -> float:
-        """Seconds until its limit."""
-        left_s: float = self._start_s + self._limit_s - time.monotonic()
-        return max(0.0, left_s)
-
-    def row(self) -> dict[str, Any] | None:
-        """Return its row when it is over, or past its limit."""
-        is_hung = self._process.is_alive()
-        if is_hung and self.left_s > 0:
-            return None
-        if is_hung:
-            with contextlib.suppress(ProcessLookupError):  # it leads no group yet
-                os.killpg(self._process.pid or 0, signal.SIGKILL)
-            self._process.kill()
-        self._process.join()
-        report, log = self._folder / "row.json", (self._folder / "log.txt")
-        said = log.read_text(errors="replace")[-2000:] if log.is_file() else ""
-        row: dict[str, Any] = {"name": self.case.name, "door": self.case.door}
-        row["library"] = zoo.all_architectures()[self.case.name].library
-        if report.is_file():
-            row |= json.loads(report.read_text())
-        elif is_hung:
-            row |= {"verdict": "hung", "message": f"more than {self._limit_s:.0f} s", "trace": said}
-        elif self._process.exitcode == 1:  # Python's own end: plain training failed
-            row |= {"verdict": "failed", "message": f"plain training: {said.strip().splitlines()[-1]}", "trace": said}
-        else:
-            row |= {"verdict": "crashed", "message": f"exit status {self._process.exitcode}", "trace": said}
-        row = _without_folders(row)
-        return row | {"duration_s": round(time.monotonic() - self._start_s, 1)}
-
-
-def _without_folders(value: Any) -> Any:
-    """Return ``found`` with absolute paths cut to their last two parts, without folders of this machine."""
-    if isinstance(value, str):
-        return _PATH.sub("", value)
-    if isinstance(value, dict):
-        return {key: _without_folders(value) for key, value in value.items()}
-    return [_without_folders(part) for part in value] if isinstance(value, list) else value
+def _row(ended: processes.Ended[Case]) -> dict[str, Any]:
+    """Return the row of a case."""
+    case, log = ended.case, ended.log[-2000:]
+    row: dict[str, Any] = {"name": case.name, "door": case.door}
+    row["library"] = zoo.all_architectures()[case.name].library
+    if ended.row is not None:
+        row |= ended.row
+    elif ended.is_late:
+        row |= {"verdict": "hung", "message": f"more than {ended.duration_s:.0f} s", "trace": log}
+    elif ended.exit_code == 1:  # Python's own end: plain training failed
+        row |= {"verdict": "failed", "message": f"plain training: {log.strip().splitlines()[-1]}", "trace": log}
+    else:
+        row |= {"verdict": "crashed", "message": f"exit status {ended.exit_code}", "trace": log}
+    return row | {"duration_s": ended.duration_s}
 
 
 def run(cases: Sequence[Case], settings: argparse.Namespace, scratch: Path) -> Iterator[dict[str, Any]]:
     """Run cases, ``settings.jobs`` at once, and yield each row when it is complete."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOADED))
-    waiting, running = list(reversed(cases)), list[Running]()
-    while waiting or running:
-        while waiting and len(running) < settings.jobs:
-            running.append(Running(context, waiting.pop(), settings, scratch))
-        connection.wait([process.sentinel for process in running], min(process.left_s for process in running))
-        for process in tuple(running):
-            row = process.row()
-            if row is not None:
-                running.remove(process)
-                yield row
+    yield from map(
+        _row,
+        processes.run(
+            _target,
+            cases,
+            arguments=(settings.share, settings.steps),
+            preloaded=_PRELOADED,
+            jobs=settings.jobs,
+            limit_s=settings.limit,
+            scratch=scratch,
+        ),
+    )
 
 
 def rows_of(cases: Sequence[dict[str, Any]]) -> list[common.Row]:

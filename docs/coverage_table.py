@@ -1,8 +1,8 @@
-"""The table of `docs/coverage.md`, made from the dated file of `benchmarks/results`.
+"""The tables of `docs/coverage.md`, made from the dated files of `benchmarks/results`.
 
 python docs/coverage_table.py
 
-writes it between the page's two marks. A test compares, so that page and file cannot drift apart.
+writes them between the page's marks. A test compares, so that page and file cannot drift apart.
 """
 
 import json
@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "coverage.md"
 MARKS = ("<!-- coverage: python docs/coverage_table.py -->", "<!-- end of coverage -->")
+LOOP_MARKS = ("<!-- loops: python docs/coverage_table.py -->", "<!-- end of loops -->")
 DOORS = {
     "offload": "`offload.activations`",
     "optimize": "`remat.optimize`",
@@ -22,6 +23,16 @@ DOORS = {
     "fleet": "`fleet.run`",
 }
 """As columns are headed, by the door's name."""
+LOOP_DOORS = {
+    "activations": "`offload.activations`",
+    "training": "`offload.training`",
+    "compile": "`remat.compile`",
+    "string": '`backend="penstock"`',
+    "fleet": "`fleet.run`",
+}
+"""The same for loops."""
+GOOD = ("equal", "told", "refused", "PYTORCH")
+"""Verdicts that keep what is promised."""
 
 
 def tables() -> str:
@@ -77,11 +88,63 @@ def _cell(case: dict[str, Any] | None) -> str:
     return f"{case['verdict']}, {share} {'(warned)' if case['said'] else '**over**'}"
 
 
+def loop_tables() -> str:
+    """Return the counts and the tables of loops as Markdown, from the newest file."""
+    file = max(RESULTS.glob("20??-??-??-cpu-loops.json"))
+    content = json.loads(file.read_text())
+    rows = [row for row in content["cases"] if row["verdict"] not in ("none", "PLAIN")]
+    loops, classes = ([row for row in rows if (row["theme"] == "public") is is_public] for is_public in (False, True))
+    link = f"[{file.stem[:10]}](../benchmarks/results/{file.name})"
+    said = f"From {link}: PyTorch {content['machine']['torch']}."
+    of_classes = "Classes of the package pytorch-optimizer, of which those that are not equal through every door:"
+    return "\n\n".join([said, _loop_counts(loops), _loops(loops), of_classes, _loop_counts(classes), _unequal(classes)])
+
+
+def _loop_counts(rows: list[dict[str, Any]]) -> str:
+    lines = ["| door | ran | equal | told | refused | as PyTorch's own | over, untold | other |", "|---" * 8 + "|"]
+    for door, title in LOOP_DOORS.items():
+        verdicts = Counter(row["verdict"] for row in rows if row["door"] == door)
+        if not verdicts:
+            continue
+        known = ("equal", "told", "refused", "PYTORCH", "OVER")
+        others = {verdict: number for verdict, number in verdicts.items() if verdict not in known}
+        rest = ", ".join(f"{number} {verdict.lower()}" for verdict, number in sorted(others.items())) or "0"
+        lines.append(f"| {title} | {verdicts.total()} | {' | '.join(str(verdicts[name]) for name in known)} | {rest} |")
+    return "\n".join(lines)
+
+
+def _loops(rows: list[dict[str, Any]]) -> str:
+    doors = [door for door in LOOP_DOORS if any(row["door"] == door for row in rows)]
+    lines = [f"| loop | theme | {' | '.join(LOOP_DOORS[door] for door in doors)} |", "|---" * (len(doors) + 2) + "|"]
+    verdicts = {(row["name"], row["door"]): row["verdict"] for row in rows}
+    for name, theme in dict.fromkeys((row["name"], row["theme"]) for row in rows):
+        cells = [_verdict(verdicts.get((name, door))) for door in doors]
+        lines.append(f"| {name.replace('_', ' ')} | {theme} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _unequal(rows: list[dict[str, Any]]) -> str:
+    doors = [door for door in LOOP_DOORS if any(row["door"] == door for row in rows)]
+    verdicts = {(row["name"], row["door"]): row["verdict"] for row in rows}
+    names = sorted({name for (name, _), verdict in verdicts.items() if verdict != "equal"})
+    lines = [f"| class | {' | '.join(LOOP_DOORS[door] for door in doors)} |", "|---" * (len(doors) + 1) + "|"]
+    lines += [f"| {name} | {' | '.join(_verdict(verdicts.get((name, door))) for door in doors)} |" for name in names]
+    return "\n".join(lines)
+
+
+def _verdict(verdict: str | None) -> str:
+    if verdict is None:
+        return ""
+    said = "as PyTorch's own" if verdict == "PYTORCH" else verdict.lower()
+    return said if verdict in GOOD else f"**{said}**"
+
+
 def main() -> None:
-    """Write the table into the page."""
-    before, _, rest = PAGE.read_text().partition(MARKS[0])
-    after = rest.partition(MARKS[1])[2]
-    PAGE.write_text(f"{before}{MARKS[0]}\n\n{tables()}\n\n{MARKS[1]}{after}")
+    """Write the tables into the page."""
+    for marks, content in ((MARKS, tables()), (LOOP_MARKS, loop_tables())):
+        before, _, rest = PAGE.read_text().partition(marks[0])
+        after = rest.partition(marks[1])[2]
+        PAGE.write_text(f"{before}{marks[0]}\n\n{content}\n\n{marks[1]}{after}")
 
 
 if __name__ == "__main__":

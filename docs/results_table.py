@@ -411,6 +411,15 @@ ENTRIES = {
             Figure(label="not equal: {}", metric="not equal", of="value", form="d"),
         ),
     ),
+    "cpu-loops": Entry(
+        shows="Training loops as people write them, and public optimizers, through every door as in plain PyTorch",
+        command="loops",
+        figures=(
+            Figure(label="equal: {} per door", metric="equal", of="value", form="d"),
+            Figure(label="different: {}", metric="DIFFERENT", of="value", form="d"),
+            Figure(label="crashes: {}", metric="CRASH", of="value", form="d"),
+        ),
+    ),
     "cpu-remat": Entry(
         shows="Planned steps of nine models keep budgets; compared with checkpoints and `activation_memory_budget`",
         command="remat",
