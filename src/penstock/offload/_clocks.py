@@ -74,8 +74,6 @@ class CycleMeter:
     def __init__(self) -> None:
         self.watch: PeakWatch | None = None
         """The allocator's counts since the measurement began (accelerators only)."""
-        self.before_bytes = 0
-        """The most device bytes in this step before anything was saved (accelerators only)."""
         self._recording: MemoryRecording | None = None
         self._taken: contextlib.ExitStack | None = None
 
@@ -85,7 +83,7 @@ class CycleMeter:
         return self._taken is not None
 
     def begin(self, allocator: Allocator | None) -> None:
-        """Begin to measure: with the allocator, or without one by recording what PyTorch allocates on the CPU."""
+        """Begin to measure, anywhere: with the allocator, or by recording what PyTorch allocates on the CPU."""
         self._taken = contextlib.ExitStack()
         if allocator is None:
             self._recording = self._taken.enter_context(record_memory("cpu"))

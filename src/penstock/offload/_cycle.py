@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.offload._plan import OffloadPlan
-from penstock.offload._recording import Recording
+from penstock.offload._recording import LEFT, Recording
 from penstock.offload._saved import SavedEntry
 from penstock.tiers import Handle, HandleState, TierStatistics
 
 
 class Cycle:
-    """A cycle under way, from the first tensor saved to the last one used.
+    """A cycle under way, from the first tensor saved to the last one used, or to its `end`.
 
     With a plan, fetches begin at the events it names, as long as the saved storages are those of the plan. Without a
     plan, or after the first difference, the storage saved before the one just needed is fetched next, and further ones
@@ -42,6 +42,10 @@ class Cycle:
         self.num_open = 0
         """Number of entries that are alive and that backward has not asked for."""
         self.num_needs = 0
+        self.is_over = False
+        """Whether it has ended. What still waits for backward then is parked or kept for as long as its graph lives,
+        and comes back when it is needed.
+        """
         self.follows_plan = followed is not None
         self.kept_bytes: dict[str, int] = {}
         self.hook_s = 0.0
@@ -92,6 +96,8 @@ class Cycle:
     def needed(self, entry: SavedEntry) -> None:
         """Note that backward asks for the entry, and begin the fetches that are due."""
         self._reap()
+        if self.is_over:
+            return
         if not self.num_needs:
             for index in self.entries.held_elsewhere():
                 self.recording.uses[index].must_keep = "kept: held elsewhere, parking frees nothing"
@@ -105,6 +111,10 @@ class Cycle:
         elif not self.is_strict:
             self.entries.fetch_before(entry.index, self._window_bytes)
         self.end_s = time.time()
+
+    def end(self) -> None:
+        """End it, though something may still wait for backward."""
+        self.is_over = True
 
     def matched_plan(self) -> bool:
         """Return whether the whole cycle was what the plan expected."""
@@ -187,7 +197,8 @@ class Followed:
 
     def keep_reason(self, index: int) -> str:
         """Return why the plan keeps a storage; empty if it parks it."""
-        return "" if index in self._plan.parked else self._plan.reasons[index]
+        reason = "" if index in self._plan.parked else self._plan.reasons[index]
+        return "" if reason == LEFT else reason
 
     def at(self, event: int, entries: Entries) -> None:
         """Do what is due at an event: free memory that is late, and begin fetches."""

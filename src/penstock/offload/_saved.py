@@ -15,6 +15,8 @@ class EntryOwner(Protocol):
 
     num_open: int
     """Number of entries that are alive and that backward has not asked for."""
+    is_over: bool
+    """Whether the cycle has ended."""
 
     def needed(self, entry: SavedEntry) -> None:
         """Note that backward asks for the entry."""

@@ -1,0 +1,63 @@
+"""State that a model's optimizers will make in their first step, which no measurement before that step has seen."""
+
+import gc
+import weakref
+
+import torch
+from torch import nn
+
+from penstock.stepping import missing_state_bytes, own_class, tensors_in
+from penstock.tiers import version_of
+
+
+class ComingState:
+    """The optimizers of a model that have not stepped yet.
+
+    Nobody is told of an optimizer, so they are looked for among all objects. Hooks on ``step`` would not do instead:
+    Dynamo takes them off when it is first used.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._waiting: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        """How often the parameters of each had been changed when it was found."""
+
+    def look(self) -> None:
+        """Look for such optimizers. Takes as long as a collection of garbage; not while other threads compute."""
+        own = {id(parameter) for parameter in self._model.parameters()}
+        for thing in gc.get_objects():
+            if issubclass(type(thing), torch.optim.Optimizer) and thing not in self._waiting:
+                parameters = _parameters(thing)
+                if not own.isdisjoint(map(id, parameters)) and not _has_state(thing):
+                    self._waiting[thing] = num_changes(parameters)
+
+    def size_bytes(self) -> int | None:
+        """Return the bytes that their first steps will make; ``None`` if one is of a class of which nothing is known.
+
+        An optimizer has stepped once it has state, or once its parameters have changed.
+        """
+        total: int | None = 0
+        for optimizer, before in list(self._waiting.items()):
+            if _has_state(optimizer) or num_changes(_parameters(optimizer)) != before:
+                del self._waiting[optimizer]
+            elif own_class(optimizer) is None:
+                total = None
+            elif total is not None:
+                total += missing_state_bytes(optimizer)
+        return total
+
+
+def num_changes(parameters: list[torch.Tensor]) -> int:
+    """Return how often the parameters have been changed in place."""
+    return sum(map(version_of, parameters))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]]
+
+
+def _has_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it has made state. L-BFGS goes on making more until its history is full, in one step or in many."""
+    if own_class(optimizer) is torch.optim.LBFGS:
+        return not missing_state_bytes(optimizer)
+    return next(tensors_in(getattr(optimizer, "state", None)), None) is not None
