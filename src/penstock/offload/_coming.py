@@ -2,9 +2,11 @@
 
 import gc
 import weakref
+from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from penstock.stepping import missing_state_bytes, own_class, tensors_in
 from penstock.tiers import version_of
@@ -47,9 +49,9 @@ class ComingState:
         return total
 
 
-def num_changes(parameters: list[torch.Tensor]) -> int:
-    """Return how often the parameters have been changed in place."""
-    return sum(map(version_of, parameters))
+def num_changes(parameters: Iterable[torch.Tensor]) -> int:
+    """Return how often the parameters have been changed in place. Lazy ones have not been made yet."""
+    return sum(version_of(parameter) for parameter in parameters if not is_lazy(parameter))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

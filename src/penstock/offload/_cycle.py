@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.offload._plan import OffloadPlan
-from penstock.offload._recording import LEFT, Recording
+from penstock.offload._recording import LEFT, Recording, Signature
 from penstock.offload._saved import SavedEntry
 from penstock.tiers import Handle, HandleState, TierStatistics
 
@@ -179,7 +179,7 @@ class Entries:
 class Followed:
     """A plan, and how far a cycle has followed it."""
 
-    def __init__(self, plan: OffloadPlan, signature: tuple[tuple[int, str], ...], budget_bytes: int | None):
+    def __init__(self, plan: OffloadPlan, signature: Signature, budget_bytes: int | None):
         self.signature = signature
         """Bytes and module of each storage that the plan expects."""
         self._plan, self._budget_bytes = plan, budget_bytes

@@ -2,7 +2,8 @@
 
 The first cycle parks everything eligible and is recorded. The planner gets its problem, and later cycles that begin
 with the same storage follow that plan. So each batch shape has its own plan. A cycle that then saves something else is
-recorded anew. A plan that stalls more than predicted is made again with the bandwidths seen since.
+recorded as one of another kind, which is told apart by the cycle before it. A plan that stalls more than predicted is
+made again with the bandwidths seen since.
 
 With a budget, the peak is measured until one planned cycle keeps it, and again in the 2nd, 4th, 8th, ... cycle from
 there, since memory outside of this room may grow. A peak above the budget then opens the plan again. On a CPU a
@@ -12,6 +13,7 @@ objects on a busy core. In the course of 1,000 steps that is ten times.
 
 import enum
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
@@ -24,7 +26,7 @@ from penstock.offload._coming import ComingState
 from penstock.offload._cycle import Cycle, Followed
 from penstock.offload._plan import OffloadPlan, keep_all, plan, refusal, smallest_peak_bytes
 from penstock.offload._problem import OffloadProblem, in_flight_bytes
-from penstock.offload._recording import MeasuredMemory
+from penstock.offload._recording import MeasuredMemory, Signature
 from penstock.offload._scope import Shapes
 from penstock.offload._statistics import OffloadStatistics
 from penstock.offload._verify import verify
@@ -33,7 +35,7 @@ from penstock.tiers import Budget, Footprint, TierStatistics, Waterfall, gate
 from penstock.units import format_bytes
 
 _MAX_CHANGES = 5
-"""Cycles that may differ from their plan. After that, planning is given up and fetches just run ahead."""
+"""Cycles with one beginning that may differ from their plan. After that, such cycles get no plan."""
 _MAX_LESSONS = 64
 """Kinds of cycles that get a plan. Cycles of further kinds park everything, and fetches just run ahead."""
 _MAX_IN_VAIN = 64
@@ -68,8 +70,6 @@ class Finding(enum.Enum):
     HOPELESS = "no plan keeps the budget"
     WITHIN = "a cycle followed the plan within the budget"
     ABOVE = "a cycle followed the plan and took more than the budget"
-    CHANGED = "a cycle did not follow the plan"
-    TOO_MANY = "that happened too often, or there are too many kinds"
 
 
 _TRANSITIONS: dict[tuple[Stage, Finding], Stage] = {
@@ -82,10 +82,6 @@ _TRANSITIONS: dict[tuple[Stage, Finding], Stage] = {
     (Stage.FITTING, Finding.WITHIN): Stage.KEPT,
     (Stage.OVER, Finding.WITHIN): Stage.KEPT,
     (Stage.KEPT, Finding.ABOVE): Stage.OPEN,
-    (Stage.FITTING, Finding.CHANGED): Stage.OPEN,
-    (Stage.KEPT, Finding.CHANGED): Stage.OPEN,
-    (Stage.OVER, Finding.CHANGED): Stage.OPEN,
-    (Stage.OPEN, Finding.TOO_MANY): Stage.CLOSED,
 }
 """All changes of stage. Any other combination changes nothing."""
 
@@ -112,6 +108,8 @@ class CycleSettings:
 
 Beginning = tuple[int, str, Shapes]
 """The beginning of a cycle: bytes and module of the first storage saved, and shapes of the model's arguments."""
+_Kind = tuple[Beginning, bool, Signature]
+"""The beginning, whether gradients exist, and what the cycle before has saved if the beginning does not tell enough."""
 
 
 @dataclass(slots=True)
@@ -121,10 +119,9 @@ class Lesson:
     stage: Stage = Stage.OPEN
     problem: OffloadProblem | None = None
     plan: OffloadPlan | None = None
-    signature: tuple[tuple[int, str], ...] = ()
+    signature: Signature = ()
     num_finished: int = 0
     """Number of cycles since the stage was last `OPEN`."""
-    num_changes: int = 0
     num_replans: int = 0
     num_cold: int = 0
     """Number of cycles that were not recorded because memory was mapped in them, which later cycles do not repeat."""
@@ -157,10 +154,15 @@ class Learner:
         self.declined = ""
         self._settings = settings
         self._coming = coming
-        self._lessons: dict[tuple[Beginning, bool], Lesson] = {}
+        self._lessons: dict[_Kind, Lesson] = {}
+        self.num_changes: Counter[tuple[Beginning, bool]] = Counter()
+        """For each beginning, the cycles that differed from their plan."""
+        self._signature_before: Signature = ()
+        """What the cycle before has saved."""
         self._others = Lesson(stage=Stage.CLOSED)
         """All kinds of cycles for which there is no lesson of their own."""
         self._lesson = self._others
+        self._kind: _Kind = (0, "", ()), False, ()
         self._said: set[str] = set()
         self._has_kept = False
         """Whether a cycle has followed its plan within the budget."""
@@ -241,7 +243,7 @@ class Learner:
         if peak_bytes is not None:
             peak_bytes = max(peak_bytes, self._before_bytes)
         statistics = self._statistics(cycle, _total(waterfalls), num_steps, peak_bytes)
-        self._is_warm = True
+        self._is_warm, self._signature_before = True, cycle.recording.signature
         lesson.num_finished += 1
         if len(waterfalls) == 1:  # with several devices there is no plan, and fetches run ahead on each
             if lesson.plan is not None:
@@ -280,12 +282,23 @@ class Learner:
         """Return what is known about cycles with this beginning; once there are too many kinds, one that never gets a
         plan.
 
-        With a budget it matters whether gradients exist already, as in all micro-batches of a step but its first.
+        With a budget it matters whether gradients exist already, as in all micro-batches of a step but its first. Where
+        cycles that began alike have differed, as the two halves of a GAN's step, the cycle before tells them apart.
         """
-        key = (beginning, has_gradients and self._settings.account.device_bytes is not None)
-        if key not in self._lessons and len(self._lessons) >= _MAX_LESSONS:
+        start = (beginning, has_gradients and self._settings.account.device_bytes is not None)
+        num_changes = self.num_changes[start]
+        kind = (*start, self._signature_before if num_changes else ())
+        if num_changes > _MAX_CHANGES or (kind not in self._lessons and len(self._lessons) >= _MAX_LESSONS):
+            if num_changes:
+                self._say(
+                    f"{num_changes} steps with inputs of the same shapes saved different tensors, so such steps are "
+                    "not planned: everything that may be offloaded is, and with a budget forward waits for every copy. "
+                    "Exclude modules whose saved tensors depend on values: modules=['blocks.*']",
+                    PenstockWarning,
+                )
             return self._others
-        return self._lessons.setdefault(key, Lesson())
+        self._kind = kind
+        return self._lessons.setdefault(kind, Lesson())
 
     def _measure(self, backend: Backend) -> None:
         """Begin to measure, if that has not begun and if it can be done now."""
@@ -407,16 +420,8 @@ class Learner:
     def _follow_up(self, lesson: Lesson, cycle: Cycle, statistics: OffloadStatistics, waterfall: Waterfall) -> None:
         assert lesson.plan is not None and lesson.problem is not None
         if not cycle.matched_plan():
-            lesson.num_changes += 1
-            lesson.happens(Finding.CHANGED)  # all else is measured again
-            if lesson.num_changes > _MAX_CHANGES:
-                lesson.happens(Finding.TOO_MANY)
-                self._say(
-                    f"{_MAX_CHANGES + 1} steps with inputs of the same shapes saved different tensors, so such steps "
-                    "are not planned: everything that may be offloaded is, and with a budget forward waits for every "
-                    "copy. Exclude modules whose saved tensors depend on values: modules=['blocks.*']",
-                    PenstockWarning,
-                )
+            self.num_changes[self._kind[:2]] += 1
+            del self._lessons[self._kind]
         elif lesson.problem.budget_bytes is not None:
             self._look_at_the_peak(lesson, statistics.peak_bytes)
         else:

@@ -10,6 +10,8 @@ from typing import Any
 
 from penstock.offload._problem import OffloadProblem, SavedStorage
 
+Signature = tuple[tuple[int, str], ...]
+"""Bytes and module of each storage that a cycle saved, in order. A plan fits cycles with an equal signature."""
 LEFT = "parked: nobody has asked for it"
 """The reason for storages that no plan concerns: they leave at once, and no backward of their cycle needs them."""
 
@@ -73,8 +75,8 @@ class Recording:
         use.last_event = event
 
     @property
-    def signature(self) -> tuple[tuple[int, str], ...]:
-        """Sizes and labels in order. A plan that was made for one cycle fits others with an equal signature."""
+    def signature(self) -> Signature:
+        """What was saved so far."""
         return tuple((use.size_bytes, use.label) for use in self.uses)
 
     def problem(

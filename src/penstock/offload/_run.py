@@ -21,6 +21,7 @@ from penstock.errors import BudgetError, DoubleBackwardError, PenstockWarning
 from penstock.offload._account import account_of
 from penstock.offload._coming import ComingState, num_changes
 from penstock.offload._cycle import Cycle
+from penstock.offload._functional import hooks_beside_functional
 from penstock.offload._learn import CycleSettings, Learner
 from penstock.offload._policy import Policy, Rules, SavedTensor, covers
 from penstock.offload._problem import TINY_BYTES
@@ -190,7 +191,7 @@ class Offloader:
         if self._cycle is None and not self._learner.declined:
             self._learner.enter(next((parameter.device for parameter in self._model.parameters()), torch.device("cpu")))
         if not self._learner.declined:
-            self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
+            self._hooks.enter_context(hooks_beside_functional(self._pack, self._unpack))
         return self
 
     def __exit__(
@@ -280,7 +281,8 @@ class Offloader:
             tensor = tensor.trigger_wait()  # an AsyncCollectiveTensor, whose bytes may not have arrived yet
         if type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__"):
             names, context = tensor.__tensor_flatten__()
-            return WrappedTensor(tensor, {name: self._packed_part(getattr(tensor, name)) for name in names}, context)
+            parts = {name: self._packed_part(getattr(tensor, name), tensor.layout) for name in names}
+            return WrappedTensor(tensor, parts, context)
         if not _has_plain_bytes(tensor) or torch._C._current_graph_task_id() != -1:
             return KeptTensor(tensor)  # tensors saved during recomputation are used at once
         storage = tensor.untyped_storage()
@@ -299,9 +301,13 @@ class Offloader:
             self._entries[id_of(storage)] = entry
         return KeptTensor(tensor, entry) if entry.handle is None else ParkedTensor(entry, tensor)
 
-    def _packed_part(self, part: Any) -> Packed | Opaque:  # any: whatever a wrapper class is made of
-        """Pack a part of a wrapper tensor. A DTensor lists its mesh, which is no tensor, among its parts."""
-        return self._packed(part) if isinstance(part, torch.Tensor) else Opaque(part)
+    def _packed_part(self, part: Any, layout: torch.layout) -> Packed | Opaque:  # any: what a wrapper is made of
+        """Pack a part of a wrapper tensor. A DTensor lists its mesh, which is no tensor, among its parts.
+
+        The offsets of a jagged batch stay the same objects, since they stand for its shape.
+        """
+        is_moved = isinstance(part, torch.Tensor) and (layout is not torch.jagged or part.is_floating_point())
+        return self._packed(part) if is_moved else Opaque(part)
 
     def _enter_storage(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> SavedEntry | None:
         """Return the entry of a storage seen for the first time; ``None`` for weights in another dtype."""
@@ -321,7 +327,7 @@ class Offloader:
             self._cycle = self._learner.begin(
                 self._waterfalls, (seen.size_bytes, seen.module, self._scope.given), has_gradients=has_gradients
             )
-            self._began_with = 0, num_changes(list(self._model.parameters()))
+            self._began_with = 0, num_changes(self._model.parameters())
         must_keep = self._rules.keep_reason(seen)
         entry, reason = self._cycle.add(
             seen.size_bytes, seen.module, must_keep, StorageWeakRef(storage), tensor._version
@@ -366,7 +372,7 @@ class Offloader:
         if cycle is None or cycle.num_needs == num_needs:
             return False
         self._began_with = cycle.num_needs, before
-        return num_changes(list(self._model.parameters())) != before
+        return num_changes(self._model.parameters()) != before
 
     def _end_cycle(self, *, is_boundary: bool = False) -> None:
         """End the cycle if backward has come for all it saved, or for some of it and a context begins or ends.
@@ -428,6 +434,9 @@ def _has_plain_bytes(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in (torch.Tensor, nn.Parameter)
         and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor._is_zerotensor()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and has_backend(tensor.device)
         and not tensor.is_quantized
         and not tensor.is_inference()

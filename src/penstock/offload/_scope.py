@@ -190,7 +190,8 @@ def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     Empty for tensors without bytes of their own (fake, meta, sparse).
     """
     if type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-        has_bytes = tensor.layout is torch.strided and has_backend(tensor.device)
+        is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        has_bytes = tensor.layout is torch.strided and has_backend(tensor.device) and not is_wrapped
         return [tensor] if has_bytes else []
     if not hasattr(tensor, "__tensor_flatten__"):
         return []
