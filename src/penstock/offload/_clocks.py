@@ -2,13 +2,16 @@
 
 import contextlib
 import itertools
+import mmap
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
 
-from penstock.devices import Allocator, PeakWatch, StreamEvent, Streams
+from penstock.devices import Allocator, Backend, PeakWatch, StreamEvent, Streams
 from penstock.offload._recording import CycleTimes
-from penstock.probe import MemoryRecording, record_memory
-from penstock.tiers import Waterfall
+from penstock.probe import MemoryRecording, held_bytes, record_memory
+from penstock.tiers import Waterfall, gate
 
 
 class HostClock:
@@ -66,6 +69,40 @@ class DeviceClock:
         computing = max(0.05, 1 - stall_s / elapsed_s[-1]) if elapsed_s[-1] else 1.0
         computed_s = [second * computing for second in elapsed_s]
         return CycleTimes(computed_s=computed_s, clock_s=self._clock_s, step_s=computed_s[-1])
+
+
+@dataclass(slots=True)
+class Standing:
+    """The memory that stands on a device when a cycle begins."""
+
+    held_bytes: int
+    """Bytes of tensors; on a CPU they are known only of a measured cycle, and when it has ended."""
+    resident_bytes: int
+    """Main memory that the process has (CPU only). It costs little to read, and grows when tensors do."""
+
+    @staticmethod
+    def on(backend: Backend) -> "Standing":
+        """Return what stands there now."""
+        if backend.allocator is None:
+            return Standing(0, _resident_bytes())
+        return Standing(backend.allocator.allocated_bytes(), 0)
+
+    def has_grown(self, backend: Backend, slack_bytes: int) -> bool:
+        """Return whether more than ``slack_bytes`` have come since. On a CPU that is a search if the process grew."""
+        now = Standing.on(backend)
+        if backend.allocator is None:
+            if now.resident_bytes - self.resident_bytes <= slack_bytes or gate.others_compute:
+                return False
+            self.resident_bytes = now.resident_bytes  # it may be freed memory that the process keeps: one search
+            now.held_bytes = held_bytes(backend.device)
+        return now.held_bytes - self.held_bytes > slack_bytes
+
+
+def _resident_bytes() -> int:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return 0  # not Linux: growth is found by the next measurement
 
 
 class CycleMeter:

@@ -13,7 +13,7 @@ from penstock.tiers import version_of
 
 
 class ComingState:
-    """The optimizers of a model that have not stepped yet.
+    """The optimizers of a model, and what their steps will make.
 
     Nobody is told of an optimizer, so they are looked for among all objects. Hooks on ``step`` would not do instead:
     Dynamo takes them off when it is first used.
@@ -21,31 +21,34 @@ class ComingState:
 
     def __init__(self, model: nn.Module):
         self._model = model
-        self._waiting: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         """How often the parameters of each had been changed when it was found."""
 
     def look(self) -> None:
-        """Look for such optimizers. Takes as long as a collection of garbage; not while other threads compute."""
+        """Look for optimizers. Takes as long as a collection of garbage; not while other threads compute."""
         own = {id(parameter) for parameter in self._model.parameters()}
         for thing in gc.get_objects():
-            if issubclass(type(thing), torch.optim.Optimizer) and thing not in self._waiting:
+            if issubclass(type(thing), torch.optim.Optimizer) and thing not in self._known:
                 parameters = _parameters(thing)
-                if not own.isdisjoint(map(id, parameters)) and not _has_state(thing):
-                    self._waiting[thing] = num_changes(parameters)
+                if not own.isdisjoint(map(id, parameters)):
+                    self._known[thing] = num_changes(parameters)
 
     def size_bytes(self) -> int | None:
-        """Return the bytes that their first steps will make; ``None`` if one is of a class of which nothing is known.
+        """Return the bytes that their steps will make; ``None`` before the first one of a class of which nothing is
+        known.
 
-        An optimizer has stepped once it has state, or once its parameters have changed.
+        An optimizer has stepped once it has state, or once its parameters have changed. From then on only parameters
+        that have gradients and no state yet count, such as those of layers that were frozen.
         """
         total: int | None = 0
-        for optimizer, before in list(self._waiting.items()):
-            if _has_state(optimizer) or num_changes(_parameters(optimizer)) != before:
-                del self._waiting[optimizer]
-            elif own_class(optimizer) is None:
-                total = None
+        for optimizer, before in list(self._known.items()):
+            has_stepped = _has_state(optimizer) or num_changes(_parameters(optimizer)) != before
+            if own_class(optimizer) is None:
+                total = total if has_stepped else None
             elif total is not None:
-                total += missing_state_bytes(optimizer)
+                is_growing = own_class(optimizer) is torch.optim.LBFGS  # until its history is full
+                only_with_gradients = has_stepped and not is_growing
+                total += missing_state_bytes(optimizer, only_with_gradients=only_with_gradients)
         return total
 
 
@@ -59,7 +62,4 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _has_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it has made state. L-BFGS goes on making more until its history is full, in one step or in many."""
-    if own_class(optimizer) is torch.optim.LBFGS:
-        return not missing_state_bytes(optimizer)
     return next(tensors_in(getattr(optimizer, "state", None)), None) is not None

@@ -2,13 +2,10 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch.autograd import graph
-
-Hook = Callable[[Any], Any]  # any: whatever stands for a saved tensor
 
 _mine = threading.local()
 _lock = threading.Lock()
@@ -17,22 +14,23 @@ _threads: set[int] = set()
 _own = graph.disable_saved_tensors_hooks
 
 
-@contextlib.contextmanager
-def hooks_beside_functional(pack: Hook, unpack: Hook) -> Iterator[None]:
-    """Call the hooks for all tensors that autograd saves in this thread, but for what ``torch.func`` differentiates.
+class HooksBesideFunctional(graph.saved_tensors_hooks):
+    """Hooks for all tensors that autograd saves in this thread, but for what ``torch.func`` differentiates.
 
     ``torch.func.grad`` and its kind refuse to run where any hooks are. While such hooks are open in the process,
     PyTorch's function by which it asks for their absence is replaced by one that takes ours off, and puts them back.
     """
-    with _lock:
-        _threads.add(threading.get_ident())
-        graph.disable_saved_tensors_hooks = _without_ours
-    _mine.hooks = pack, unpack
-    try:
-        with graph.saved_tensors_hooks(pack, unpack):
-            yield
-    finally:
+
+    def __enter__(self) -> None:
+        with _lock:
+            _threads.add(threading.get_ident())
+            graph.disable_saved_tensors_hooks = _without_ours
+        super().__enter__()
+        _mine.hooks = self.pack_hook, self.unpack_hook
+
+    def __exit__(self, *error: object) -> None:
         _mine.hooks = None
+        super().__exit__(*error)
         with _lock:
             _threads.discard(threading.get_ident())
             if not _threads and graph.disable_saved_tensors_hooks is _without_ours:

@@ -6,22 +6,23 @@ recorded as one of another kind, which is told apart by the cycle before it. A p
 made again with the bandwidths seen since.
 
 With a budget, the peak is measured until one planned cycle keeps it, and again in the 2nd, 4th, 8th, ... cycle from
-there, since memory outside of this room may grow. A peak above the budget then opens the plan again. On a CPU a
-measurement begins with a search of all objects for tensors, as long as a collection of garbage: 0.2 s for 200,000
-objects on a busy core. In the course of 1,000 steps that is ten times.
+there, since memory outside of this room may grow. A peak above the budget then opens the plan again, and so does more
+memory at the start of a cycle than the plan has room for, which is looked at each time. On a CPU a measurement begins
+with a search of all objects for tensors, which takes as long as a collection of garbage: 0.2 s for 200,000 objects on a
+busy core. In the course of 1,000 steps that happens ten times.
 """
 
 import enum
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
 from penstock.devices import Backend, backend_of, has_backend
 from penstock.errors import BudgetError, BudgetNotKeptWarning, OffloadDeclinedWarning, PenstockWarning
-from penstock.offload._clocks import CycleMeter, DeviceClock, HostClock
+from penstock.offload._clocks import CycleMeter, DeviceClock, HostClock, Standing
 from penstock.offload._coming import ComingState
 from penstock.offload._cycle import Cycle, Followed
 from penstock.offload._plan import OffloadPlan, keep_all, plan, refusal, smallest_peak_bytes
@@ -70,6 +71,7 @@ class Finding(enum.Enum):
     HOPELESS = "no plan keeps the budget"
     WITHIN = "a cycle followed the plan within the budget"
     ABOVE = "a cycle followed the plan and took more than the budget"
+    GROWN = "more stands on the device than the plan has room for"
 
 
 _TRANSITIONS: dict[tuple[Stage, Finding], Stage] = {
@@ -82,6 +84,7 @@ _TRANSITIONS: dict[tuple[Stage, Finding], Stage] = {
     (Stage.FITTING, Finding.WITHIN): Stage.KEPT,
     (Stage.OVER, Finding.WITHIN): Stage.KEPT,
     (Stage.KEPT, Finding.ABOVE): Stage.OPEN,
+    (Stage.KEPT, Finding.GROWN): Stage.OPEN,
 }
 """All changes of stage. Any other combination changes nothing."""
 
@@ -126,6 +129,10 @@ class Lesson:
     num_cold: int = 0
     """Number of cycles that were not recorded because memory was mapped in them, which later cycles do not repeat."""
     margin_bytes: int = 0
+    slack_bytes: int = 0
+    """Bytes by which the last measured cycle stayed below the budget."""
+    standing: Standing = field(default_factory=lambda: Standing(0, 0))
+    """What was on the device when that cycle began."""
     room_bytes: int = 0
     """Bytes that others left of the account when the plan was made."""
     declined: str = ""
@@ -177,6 +184,8 @@ class Learner:
         """Whether main memory is the device."""
         self._is_warm = False
         """Whether a cycle has run before."""
+        self._standing = Standing(0, 0)
+        """What was on the device when the cycle began."""
         self._slab_bytes = 0
         """Bytes of host memory that tiers had mapped when the cycle began."""
         self._num_in_vain = 0
@@ -199,9 +208,12 @@ class Learner:
         self._before_bytes = max(self._before_bytes, self._meter.peak_bytes())
         lesson = self._lesson = self._lesson_for(beginning, has_gradients)
         self._make_room_for_others(lesson)
+        if lesson.stage is Stage.KEPT and lesson.standing.has_grown(backend, lesson.slack_bytes):
+            lesson.happens(Finding.GROWN)
+        self._standing = Standing.on(backend)
         has_budget = self._settings.account.device_bytes is not None
         is_recorded = lesson.stage is Stage.OPEN
-        if has_budget:
+        if has_budget and lesson.is_due:
             self._coming_bytes = self._find_coming(is_recorded=is_recorded)
             is_recorded = is_recorded and self._coming_bytes is not None
         is_measured = has_budget and lesson.is_due and (is_recorded or lesson.stage is not Stage.OPEN)
@@ -227,6 +239,7 @@ class Learner:
             window_bytes=waterfall.max_in_flight_bytes // 4,
             has_budget=has_budget,
             reap=waterfall.reap,
+            park=waterfall.park,
             mark=self._clock.mark if self._clock else None,
             statistics_before=_total(waterfalls),
         )
@@ -243,6 +256,11 @@ class Learner:
         if peak_bytes is not None:
             peak_bytes = max(peak_bytes, self._before_bytes)
         statistics = self._statistics(cycle, _total(waterfalls), num_steps, peak_bytes)
+        if peak_bytes is not None:
+            lesson.standing = self._standing
+            if timeline:
+                before = [held for time_s, held in timeline if time_s <= cycle.start_s]
+                lesson.standing.held_bytes = (before or [timeline[0][1]])[-1]
         self._is_warm, self._signature_before = True, cycle.recording.signature
         lesson.num_finished += 1
         if len(waterfalls) == 1:  # with several devices there is no plan, and fetches run ahead on each
@@ -308,9 +326,11 @@ class Learner:
 
     def _find_coming(self, *, is_recorded: bool) -> int | None:
         """Return the bytes of state that optimizers have not made yet; before a plan is made, look for them."""
-        if is_recorded and self._coming.size_bytes() == 0 and not gate.others_compute:
+        coming_bytes = self._coming.size_bytes()
+        if is_recorded and coming_bytes == 0 and not gate.others_compute:
             self._coming.look()
-        return self._coming.size_bytes()
+            coming_bytes = self._coming.size_bytes()
+        return coming_bytes
 
     def _learn(
         self,
@@ -342,7 +362,8 @@ class Learner:
             before = (held for time_s, held in timeline if time_s < times.clock_s[0])
             first_bytes = max(base[0], max(self._before_bytes, *before, 0) - lesson.problem.storages[0].size_bytes)
             # an optimizer that steps inside of the context makes its state behind the last event
-            coming_bytes, still_bytes = self._coming_bytes or 0, self._coming.size_bytes() or 0
+            still_bytes = self._coming.size_bytes() or 0
+            coming_bytes = max(self._coming_bytes or 0, still_bytes)
             base = (*(size + coming_bytes for size in (first_bytes, *base[1:-1])), base[-1] + still_bytes)
             lesson.problem = replace(lesson.problem, base_bytes=base)
         lesson.signature = cycle.recording.signature
@@ -444,6 +465,7 @@ class Learner:
             return
         peak_bytes = measured_bytes + (self._coming.size_bytes() or 0)
         if peak_bytes <= budget_bytes:
+            lesson.slack_bytes = budget_bytes - peak_bytes
             if not self._coming_bytes:  # else it is not known yet whether the state fits in beside
                 self._has_kept |= lesson.plan is not None
                 lesson.happens(Finding.WITHIN)

@@ -21,7 +21,7 @@ from penstock.errors import BudgetError, DoubleBackwardError, PenstockWarning
 from penstock.offload._account import account_of
 from penstock.offload._coming import ComingState, num_changes
 from penstock.offload._cycle import Cycle
-from penstock.offload._functional import hooks_beside_functional
+from penstock.offload._functional import HooksBesideFunctional
 from penstock.offload._learn import CycleSettings, Learner
 from penstock.offload._policy import Policy, Rules, SavedTensor, covers
 from penstock.offload._problem import TINY_BYTES
@@ -191,7 +191,7 @@ class Offloader:
         if self._cycle is None and not self._learner.declined:
             self._learner.enter(next((parameter.device for parameter in self._model.parameters()), torch.device("cpu")))
         if not self._learner.declined:
-            self._hooks.enter_context(hooks_beside_functional(self._pack, self._unpack))
+            self._hooks.enter_context(HooksBesideFunctional(self._pack, self._unpack))
         return self
 
     def __exit__(
@@ -299,7 +299,12 @@ class Offloader:
             if entry is None:
                 return KeptTensor(tensor)
             self._entries[id_of(storage)] = entry
-        return KeptTensor(tensor, entry) if entry.handle is None else ParkedTensor(entry, tensor)
+        if entry.handle is not None:
+            return ParkedTensor(entry, tensor)
+        kept = KeptTensor(tensor, entry)
+        if entry.may_leave:
+            entry.kept.add(kept)
+        return kept
 
     def _packed_part(self, part: Any, layout: torch.layout) -> Packed | Opaque:  # any: what a wrapper is made of
         """Pack a part of a wrapper tensor. A DTensor lists its mesh, which is no tensor, among its parts.
@@ -334,7 +339,7 @@ class Offloader:
         )
         if not reason:
             entry.handle = waterfall.park(storage, label=seen.module)
-            if self._cycle.is_strict:
+            if self._cycle.waits_for(entry.index):
                 entry.handle.finish_out()
         return entry
 
