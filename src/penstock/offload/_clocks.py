@@ -1,12 +1,11 @@
 """Clocks and memory measurements of one cycle, on a host and on an accelerator."""
 
 import contextlib
+import ctypes
 import itertools
-import mmap
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from penstock.devices import Allocator, Backend, PeakWatch, StreamEvent, Streams
 from penstock.offload._recording import CycleTimes
@@ -77,32 +76,42 @@ class Standing:
 
     held_bytes: int
     """Bytes of tensors; on a CPU they are known only of a measured cycle, and when it has ended."""
-    resident_bytes: int
-    """Main memory that the process has (CPU only). It costs little to read, and grows when tensors do."""
+    in_use_bytes: int
+    """Bytes of the process that are not free (CPU only). They cost little to read, and grow when tensors do."""
 
     @staticmethod
     def on(backend: Backend) -> "Standing":
         """Return what stands there now."""
         if backend.allocator is None:
-            return Standing(0, _resident_bytes())
+            return Standing(0, _in_use_bytes())
         return Standing(backend.allocator.allocated_bytes(), 0)
 
     def has_grown(self, backend: Backend, slack_bytes: int) -> bool:
         """Return whether more than ``slack_bytes`` have come since. On a CPU that is a search if the process grew."""
         now = Standing.on(backend)
         if backend.allocator is None:
-            if now.resident_bytes - self.resident_bytes <= slack_bytes or gate.others_compute:
+            if now.in_use_bytes - self.in_use_bytes <= slack_bytes or gate.others_compute:
                 return False
-            self.resident_bytes = now.resident_bytes  # it may be freed memory that the process keeps: one search
+            self.in_use_bytes = now.in_use_bytes  # if it is no tensor's, it is searched for once
             now.held_bytes = held_bytes(backend.device)
         return now.held_bytes - self.held_bytes > slack_bytes
 
 
-def _resident_bytes() -> int:
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-    except OSError:
-        return 0  # not Linux: growth is found by the next measurement
+class _InUse(ctypes.Structure):
+    """What ``mallinfo2`` of the GNU C library returns."""
+
+    _names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    _fields_ = tuple(zip(_names, (ctypes.c_size_t,) * len(_names), strict=True))
+
+
+def _in_use_bytes() -> int:
+    """Return the bytes that the process has from malloc; 0 with another C library: measurements find growth, too."""
+    count = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if count is None:
+        return 0
+    count.restype = _InUse
+    in_use = count()
+    return int(in_use.uordblks + in_use.hblkhd)
 
 
 class CycleMeter:

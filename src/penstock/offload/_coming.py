@@ -42,13 +42,14 @@ class ComingState:
         """
         total: int | None = 0
         for optimizer, before in list(self._known.items()):
-            has_stepped = _has_state(optimizer) or num_changes(_parameters(optimizer)) != before
+            has_state = next(tensors_in(getattr(optimizer, "state", None)), None) is not None
+            has_stepped = has_state or num_changes(_parameters(optimizer)) != before
             if own_class(optimizer) is None:
                 total = total if has_stepped else None
-            elif total is not None:
-                is_growing = own_class(optimizer) is torch.optim.LBFGS  # until its history is full
-                only_with_gradients = has_stepped and not is_growing
-                total += missing_state_bytes(optimizer, only_with_gradients=only_with_gradients)
+            elif total is not None and (has_state or not has_stepped or own_class(optimizer) is not torch.optim.LBFGS):
+                # L-BFGS makes more until its history is full. In its first step, nobody sees what it has made so far.
+                is_growing = own_class(optimizer) is torch.optim.LBFGS
+                total += missing_state_bytes(optimizer, only_with_gradients=has_stepped and not is_growing)
         return total
 
 
@@ -59,7 +60,3 @@ def num_changes(parameters: Iterable[torch.Tensor]) -> int:
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]]
-
-
-def _has_state(optimizer: torch.optim.Optimizer) -> bool:
-    return next(tensors_in(getattr(optimizer, "state", None)), None) is not None

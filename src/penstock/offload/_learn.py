@@ -39,8 +39,6 @@ _MAX_CHANGES = 5
 """Cycles with one beginning that may differ from their plan. After that, such cycles get no plan."""
 _MAX_LESSONS = 64
 """Kinds of cycles that get a plan. Cycles of further kinds park everything, and fetches just run ahead."""
-_MAX_IN_VAIN = 64
-"""Measurements in a row that began with a context and that no cycle needed. The limit is for shapes that occur once."""
 _MAX_REPLANS = 3
 _STALL_TOLERANCE_SHARE = 0.02
 _MAX_COLD = 3
@@ -136,6 +134,8 @@ class Lesson:
     room_bytes: int = 0
     """Bytes that others left of the account when the plan was made."""
     declined: str = ""
+    successor: "Lesson | None" = None
+    """What the next cycle was like, the last time."""
 
     def happens(self, finding: Finding) -> bool:
         """Apply the table of transitions; return whether the stage changed."""
@@ -188,16 +188,14 @@ class Learner:
         """What was on the device when the cycle began."""
         self._slab_bytes = 0
         """Bytes of host memory that tiers had mapped when the cycle began."""
-        self._num_in_vain = 0
 
     def enter(self, device: torch.device) -> None:
-        """Note that a context begins. If a cycle may be measured soon, what comes before it saves anything counts."""
+        """Note that a context begins. If a cycle is to be measured, what comes before it saves anything counts, too."""
         self.abort()
-        is_due = not self._lessons or any(lesson.is_due for lesson in self._lessons.values())
-        if self._settings.account.device_bytes is not None and is_due and self._num_in_vain < _MAX_IN_VAIN:
-            self._num_in_vain += 1
-            if has_backend(device):  # tensors saved elsewhere are not moved
-                self._measure(backend_of(device))
+        expected = self._lesson.successor
+        is_due = expected is None or expected.is_due
+        if self._settings.account.device_bytes is not None and is_due and has_backend(device):
+            self._measure(backend_of(device))  # tensors saved elsewhere are not moved
 
     def begin(self, waterfalls: dict[torch.device, Waterfall], beginning: Beginning, *, has_gradients: bool) -> Cycle:
         """Begin a cycle that follows the plan for cycles with this beginning, or is recorded if there is none."""
@@ -206,7 +204,8 @@ class Learner:
         self._is_on_cpu = backend.streams is None
         self._clock = None
         self._before_bytes = max(self._before_bytes, self._meter.peak_bytes())
-        lesson = self._lesson = self._lesson_for(beginning, has_gradients)
+        lesson = self._lesson.successor = self._lesson_for(beginning, has_gradients)
+        self._lesson = lesson
         self._make_room_for_others(lesson)
         if lesson.stage is Stage.KEPT and lesson.standing.has_grown(backend, lesson.slack_bytes):
             lesson.happens(Finding.GROWN)
@@ -218,7 +217,6 @@ class Learner:
             is_recorded = is_recorded and self._coming_bytes is not None
         is_measured = has_budget and lesson.is_due and (is_recorded or lesson.stage is not Stage.OPEN)
         if is_measured:
-            self._num_in_vain = 0
             self._measure(backend)
         if is_recorded and is_measured and not self._meter.is_running and can_record(device):
             is_recorded = False  # other threads compute, which keeps it from being measured: the next one is recorded
