@@ -144,8 +144,10 @@ class SpillFile:
     def close(self) -> None:
         """Close the file; the system frees its space at once. May be called again."""
         if self._descriptor >= 0:
-            os.close(self._descriptor)
+            self._close(self._descriptor)
             self._descriptor = -1
+
+    _close = staticmethod(os.close)  # when the process ends, files may go after the module's names
 
     _all_open = renewed_in_child(close)  # otherwise the parent's disk space would be freed only when the child ends
 

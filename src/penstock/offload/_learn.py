@@ -207,10 +207,11 @@ class Learner:
         lesson = self._lesson.successor = self._lesson_for(beginning, has_gradients)
         self._lesson = lesson
         self._make_room_for_others(lesson)
-        if lesson.stage is Stage.KEPT and lesson.standing.has_grown(backend, lesson.slack_bytes):
-            lesson.happens(Finding.GROWN)
-        self._standing = Standing.on(backend)
         has_budget = self._settings.account.device_bytes is not None
+        if has_budget:
+            if lesson.stage is Stage.KEPT and lesson.standing.has_grown(backend, lesson.slack_bytes):
+                lesson.happens(Finding.GROWN)
+            self._standing = Standing.on(backend)
         is_recorded = lesson.stage is Stage.OPEN
         if has_budget and lesson.is_due:
             self._coming_bytes = self._find_coming(is_recorded=is_recorded)
