@@ -11,7 +11,7 @@ from torch import nn
 from penstock.errors import BudgetError, InternalError
 from penstock.offload import verify
 from penstock.offload._coming import ComingState
-from penstock.offload._learn import CycleSettings, Learner, Lesson, Stage
+from penstock.offload._learn import CycleSettings, Learner, Lesson, PlanStage
 from penstock.offload._plan import lay_fetches, plan, simulate
 from penstock.offload._problem import OffloadProblem, SavedStorage
 from penstock.tiers import Budget, Footprint
@@ -234,9 +234,9 @@ def test_a_plan_that_exceeds_its_budget_is_followed_by_another_one():
     assert lesson.plan.peak_bytes == 6 * MIB  # storages are larger than what is missing
     learner._fit(lesson, problem, budget_bytes + 1, budget_bytes)
     assert lesson.plan.peak_bytes == 5 * MIB
-    assert lesson.stage is Stage.FITTING
+    assert lesson.stage is PlanStage.FITTING
     learner._look_at_the_peak(lesson, budget_bytes)
-    assert lesson.stage is Stage.KEPT
+    assert lesson.stage is PlanStage.KEPT
 
 
 def test_must_keep_is_kept_with_its_reason_though_the_budget_asks_for_it():

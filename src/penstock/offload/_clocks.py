@@ -98,7 +98,7 @@ class Standing:
 
 
 class _InUse(ctypes.Structure):
-    """What ``mallinfo2`` of the GNU C library returns."""
+    """The counts that ``mallinfo2`` of the GNU C library returns."""
 
     _names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
     _fields_ = tuple(zip(_names, (ctypes.c_size_t,) * len(_names), strict=True))

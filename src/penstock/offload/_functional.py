@@ -37,6 +37,11 @@ class HooksBesideFunctional(graph.saved_tensors_hooks):
                 graph.disable_saved_tensors_hooks = _own
 
 
+def is_wrapped(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is one of functorch's, which has no memory of its own."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
 @contextlib.contextmanager
 def _without_ours(error_message: str) -> Iterator[None]:
     hooks = getattr(_mine, "hooks", None)

@@ -47,8 +47,8 @@ _DERATING = 0.7
 """Share of a measured bandwidth that is counted on after a plan has stalled."""
 
 
-class Stage(enum.Enum):
-    """What is known about cycles that begin alike, which says what the next of them does."""
+class PlanStage(enum.Enum):
+    """The knowledge about cycles that begin alike, which says what the next of them does."""
 
     OPEN = "open"
     """Nothing: the next one is recorded, and planned if it can be."""
@@ -72,17 +72,17 @@ class Finding(enum.Enum):
     GROWN = "more stands on the device than the plan has room for"
 
 
-_TRANSITIONS: dict[tuple[Stage, Finding], Stage] = {
-    (Stage.OPEN, Finding.PLANNED): Stage.FITTING,
-    (Stage.KEPT, Finding.PLANNED): Stage.FITTING,
-    (Stage.OVER, Finding.PLANNED): Stage.FITTING,
-    (Stage.OPEN, Finding.HOPELESS): Stage.OVER,
-    (Stage.FITTING, Finding.HOPELESS): Stage.OVER,
-    (Stage.KEPT, Finding.HOPELESS): Stage.OVER,
-    (Stage.FITTING, Finding.WITHIN): Stage.KEPT,
-    (Stage.OVER, Finding.WITHIN): Stage.KEPT,
-    (Stage.KEPT, Finding.ABOVE): Stage.OPEN,
-    (Stage.KEPT, Finding.GROWN): Stage.OPEN,
+_TRANSITIONS: dict[tuple[PlanStage, Finding], PlanStage] = {
+    (PlanStage.OPEN, Finding.PLANNED): PlanStage.FITTING,
+    (PlanStage.KEPT, Finding.PLANNED): PlanStage.FITTING,
+    (PlanStage.OVER, Finding.PLANNED): PlanStage.FITTING,
+    (PlanStage.OPEN, Finding.HOPELESS): PlanStage.OVER,
+    (PlanStage.FITTING, Finding.HOPELESS): PlanStage.OVER,
+    (PlanStage.KEPT, Finding.HOPELESS): PlanStage.OVER,
+    (PlanStage.FITTING, Finding.WITHIN): PlanStage.KEPT,
+    (PlanStage.OVER, Finding.WITHIN): PlanStage.KEPT,
+    (PlanStage.KEPT, Finding.ABOVE): PlanStage.OPEN,
+    (PlanStage.KEPT, Finding.GROWN): PlanStage.OPEN,
 }
 """All changes of stage. Any other combination changes nothing."""
 
@@ -115,9 +115,12 @@ _Kind = tuple[Beginning, bool, Signature]
 
 @dataclass(slots=True)
 class Lesson:
-    """Knowledge about cycles that begin alike, usually batches of one shape."""
+    """Knowledge about cycles that begin alike, usually batches of one shape.
 
-    stage: Stage = Stage.OPEN
+    It is wide because it is the whole record of a plan: how it was made, and how it fared.
+    """
+
+    stage: PlanStage = PlanStage.OPEN
     problem: OffloadProblem | None = None
     plan: OffloadPlan | None = None
     signature: Signature = ()
@@ -130,12 +133,12 @@ class Lesson:
     slack_bytes: int = 0
     """Bytes by which the last measured cycle stayed below the budget."""
     standing: Standing = field(default_factory=lambda: Standing(0, 0))
-    """What was on the device when that cycle began."""
+    """Memory on the device when that cycle began."""
     room_bytes: int = 0
     """Bytes that others left of the account when the plan was made."""
     declined: str = ""
     successor: "Lesson | None" = None
-    """What the next cycle was like, the last time."""
+    """Lesson of the cycle that came next, the last time."""
 
     def happens(self, finding: Finding) -> bool:
         """Apply the table of transitions; return whether the stage changed."""
@@ -143,7 +146,7 @@ class Lesson:
         if after is None:
             return False
         self.stage = after
-        if after is Stage.OPEN:
+        if after is PlanStage.OPEN:
             self.plan, self.declined, self.margin_bytes, self.num_finished = None, "", 0, 0
         return True
 
@@ -151,11 +154,14 @@ class Lesson:
     def is_due(self) -> bool:
         """Whether the next cycle is measured, if there is a budget."""
         number = self.num_finished + 1
-        return self.stage in (Stage.OPEN, Stage.FITTING) or not number & number - 1
+        return self.stage in (PlanStage.OPEN, PlanStage.FITTING) or not number & number - 1
 
 
 class Learner:
-    """The offloader's knowledge of the steps so far, and the plans made from it."""
+    """The offloader's knowledge of the steps so far, and the plans made from it.
+
+    It is wide because a plan is made, followed, measured and made anew from one record of the cycle under way.
+    """
 
     def __init__(self, settings: CycleSettings, coming: ComingState):
         self.declined = ""
@@ -165,8 +171,8 @@ class Learner:
         self.num_changes: Counter[tuple[Beginning, bool]] = Counter()
         """For each beginning, the cycles that differed from their plan."""
         self._signature_before: Signature = ()
-        """What the cycle before has saved."""
-        self._others = Lesson(stage=Stage.CLOSED)
+        """Storages that the cycle before has saved."""
+        self._others = Lesson(stage=PlanStage.CLOSED)
         """All kinds of cycles for which there is no lesson of their own."""
         self._lesson = self._others
         self._kind: _Kind = (0, "", ()), False, ()
@@ -185,7 +191,7 @@ class Learner:
         self._is_warm = False
         """Whether a cycle has run before."""
         self._standing = Standing(0, 0)
-        """What was on the device when the cycle began."""
+        """Memory on the device when the cycle began."""
         self._slab_bytes = 0
         """Bytes of host memory that tiers had mapped when the cycle began."""
 
@@ -209,14 +215,14 @@ class Learner:
         self._make_room_for_others(lesson)
         has_budget = self._settings.account.device_bytes is not None
         if has_budget:
-            if lesson.stage is Stage.KEPT and lesson.standing.has_grown(backend, lesson.slack_bytes):
+            if lesson.stage is PlanStage.KEPT and lesson.standing.has_grown(backend, lesson.slack_bytes):
                 lesson.happens(Finding.GROWN)
             self._standing = Standing.on(backend)
-        is_recorded = lesson.stage is Stage.OPEN
+        is_recorded = lesson.stage is PlanStage.OPEN
         if has_budget and lesson.is_due:
             self._coming_bytes = self._find_coming(is_recorded=is_recorded)
             is_recorded = is_recorded and self._coming_bytes is not None
-        is_measured = has_budget and lesson.is_due and (is_recorded or lesson.stage is not Stage.OPEN)
+        is_measured = has_budget and lesson.is_due and (is_recorded or lesson.stage is not PlanStage.OPEN)
         if is_measured:
             self._measure(backend)
         if is_recorded and is_measured and not self._meter.is_running and can_record(device):
@@ -267,7 +273,11 @@ class Learner:
                 self._follow_up(lesson, cycle, statistics, waterfall)
             elif clock is None:
                 self._look_at_the_peak(lesson, peak_bytes)
-            elif isinstance(clock, DeviceClock) and lesson.num_cold < _MAX_COLD and self._has_mapped(waterfall):
+            elif (
+                isinstance(clock, DeviceClock)
+                and lesson.num_cold < _MAX_COLD
+                and _mapped_bytes(waterfall) > self._slab_bytes
+            ):
                 lesson.num_cold += 1  # mapping memory took time that no later cycle takes
             else:
                 self._learn(lesson, cycle, clock, statistics, waterfall, timeline)
@@ -381,10 +391,6 @@ class Learner:
             return max(waterfall.max_in_flight_bytes, sum(sizes))  # the plan counts them in the peak
         return max(waterfall.max_in_flight_bytes, in_flight_bytes(_rates(waterfall)[0], max(sizes, default=0)))
 
-    def _has_mapped(self, waterfall: Waterfall) -> bool:
-        """Return whether memory was mapped below the device in this cycle."""
-        return _mapped_bytes(waterfall) > self._slab_bytes
-
     def _budget_bytes(self) -> int | None:
         """Return the limit of the measured peak, which includes everything on the device, on a CPU also host memory."""
         account = self._settings.account
@@ -468,9 +474,9 @@ class Learner:
             if not self._coming_bytes:  # else it is not known yet whether the state fits in beside
                 self._has_kept |= lesson.plan is not None
                 lesson.happens(Finding.WITHIN)
-        elif lesson.stage is Stage.FITTING and lesson.problem is not None:
+        elif lesson.stage is PlanStage.FITTING and lesson.problem is not None:
             self._fit(lesson, lesson.problem, peak_bytes, budget_bytes)
-        elif lesson.stage is Stage.CLOSED:
+        elif lesson.stage is PlanStage.CLOSED:
             self._exceed(
                 f"a step took {peak_bytes} bytes ({format_bytes(peak_bytes)}), above the budget of "
                 f"{format_bytes(budget_bytes)}."

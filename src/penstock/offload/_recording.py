@@ -76,7 +76,7 @@ class Recording:
 
     @property
     def signature(self) -> Signature:
-        """What was saved so far."""
+        """Sizes and labels so far, in order."""
         return tuple((use.size_bytes, use.label) for use in self.uses)
 
     def problem(

@@ -21,7 +21,7 @@ from penstock.errors import BudgetError, DoubleBackwardError, PenstockWarning
 from penstock.offload._account import account_of
 from penstock.offload._coming import ComingState, num_changes
 from penstock.offload._cycle import Cycle
-from penstock.offload._functional import HooksBesideFunctional
+from penstock.offload._functional import HooksBesideFunctional, is_wrapped
 from penstock.offload._learn import CycleSettings, Learner
 from penstock.offload._policy import Policy, Rules, SavedTensor, covers
 from penstock.offload._problem import TINY_BYTES
@@ -441,7 +441,7 @@ def _has_plain_bytes(tensor: torch.Tensor) -> bool:
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and not tensor._is_zerotensor()
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not is_wrapped(tensor)
         and has_backend(tensor.device)
         and not tensor.is_quantized
         and not tensor.is_inference()

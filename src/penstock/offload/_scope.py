@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from penstock.devices import has_backend
+from penstock.offload._functional import is_wrapped
 from penstock.storages import id_of, storage_id
 from penstock.tiers import gate
 
@@ -190,8 +191,7 @@ def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     Empty for tensors without bytes of their own (fake, meta, sparse).
     """
     if type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-        is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        has_bytes = tensor.layout is torch.strided and has_backend(tensor.device) and not is_wrapped
+        has_bytes = tensor.layout is torch.strided and has_backend(tensor.device) and not is_wrapped(tensor)
         return [tensor] if has_bytes else []
     if not hasattr(tensor, "__tensor_flatten__"):
         return []
