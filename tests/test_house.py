@@ -108,6 +108,7 @@ PRIVATE = {
     "fleet/_run.py": "PyTorch's tracing leaves something with the first thread that traces",
     "offload/_casts.py": "how many tensors have a storage, and whose gradient is being computed",
     "offload/_copies.py": "copies are hidden from dispatch modes",
+    "offload/_functional.py": "hooks step aside for torch.func, whose tensors are wrapped",
     "offload/_modelled.py": "a dispatch mode counts what each operator does",
     "offload/_run.py": "hooks run outside of Dynamo, and ask autograd what it is doing",
     "offload/_pages.py": "copies are hidden from dispatch modes",

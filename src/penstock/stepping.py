@@ -263,18 +263,27 @@ def state_bytes(optimizer: torch.optim.Optimizer, *, separable: bool = False) ->
     return sum(sizes.values()) + missing_state_bytes(optimizer, separable=separable)
 
 
-def missing_state_bytes(optimizer: torch.optim.Optimizer, *, separable: bool = False) -> int:
-    """Return the bytes of state that the optimizer's next step will make, as far as they are known."""
+def missing_state_bytes(
+    optimizer: torch.optim.Optimizer, *, separable: bool = False, only_with_gradients: bool = False
+) -> int:
+    """Return the bytes of state that the optimizer's next step will make, as far as they are known.
+
+    ``only_with_gradients``: for parameters that have gradients now, since a step leaves out the others.
+    """
     kind, total = own_class(optimizer), 0
     shapes: dict[tuple[int, int, torch.dtype], list[tuple[tuple[int | None, ...], int]]] = {}
     if kind is None and not separable:
         return 0
     for number, group in enumerate(optimizer.param_groups):
-        trained = [own for own in group["params"] if own.requires_grad and not is_lazy(own)]
+        trained = [
+            own
+            for own in group["params"]
+            if own.requires_grad and not is_lazy(own) and not (only_with_gradients and own.grad is None)
+        ]
         if kind is torch.optim.LBFGS:  # per iteration a direction and a difference of gradients, up to its history
             own: State = next(iter(optimizer.state.values()), {})
             num_new = min(group["max_iter"], group["history_size"] - len(own.get("old_dirs") or ()))
-            total += (2 * num_new + (0 if own else 3)) * sum(parameter.nbytes for parameter in trained)
+            total += (2 * num_new + (0 if "d" in own else 3)) * sum(parameter.nbytes for parameter in trained)
             continue
         for parameter in trained:
             if optimizer.state.get(parameter):

@@ -6,10 +6,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from penstock.errors import BudgetError, InternalError
 from penstock.offload import verify
-from penstock.offload._learn import CycleSettings, Learner, _Lesson
+from penstock.offload._coming import ComingState
+from penstock.offload._learn import CycleSettings, Learner, Lesson, PlanStage
 from penstock.offload._plan import lay_fetches, plan, simulate
 from penstock.offload._problem import OffloadProblem, SavedStorage
 from penstock.tiers import Budget, Footprint
@@ -226,14 +228,15 @@ def test_a_plan_that_exceeds_its_budget_is_followed_by_another_one():
         max_in_flight_bytes=MIB, min_saving_share=0.0, max_stall_share=1.0, account=account, footprint=Footprint(),
         verify=True,
     )  # fmt: skip
-    learner, lesson, budget_bytes = Learner(settings_of_it), _Lesson(is_fitting=True), 6 * MIB + MIB // 2
+    learner, lesson, budget_bytes = Learner(settings_of_it, ComingState(nn.Module())), Lesson(), 6 * MIB + MIB // 2
     problem = chain(8, budget_bytes=budget_bytes)
     learner._make_plan(lesson, problem)
     assert lesson.plan.peak_bytes == 6 * MIB  # storages are larger than what is missing
     learner._fit(lesson, problem, budget_bytes + 1, budget_bytes)
     assert lesson.plan.peak_bytes == 5 * MIB
-    learner._fit(lesson, problem, budget_bytes, budget_bytes)
-    assert not lesson.is_fitting
+    assert lesson.stage is PlanStage.FITTING
+    learner._look_at_the_peak(lesson, budget_bytes)
+    assert lesson.stage is PlanStage.KEPT
 
 
 def test_must_keep_is_kept_with_its_reason_though_the_budget_asks_for_it():

@@ -1,14 +1,16 @@
 """Clocks and memory measurements of one cycle, on a host and on an accelerator."""
 
 import contextlib
+import ctypes
 import itertools
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from penstock.devices import Allocator, PeakWatch, StreamEvent, Streams
+from penstock.devices import Allocator, Backend, PeakWatch, StreamEvent, Streams
 from penstock.offload._recording import CycleTimes
-from penstock.probe import MemoryRecording, record_memory
-from penstock.tiers import Waterfall
+from penstock.probe import MemoryRecording, held_bytes, record_memory
+from penstock.tiers import Waterfall, gate
 
 
 class HostClock:
@@ -68,14 +70,56 @@ class DeviceClock:
         return CycleTimes(computed_s=computed_s, clock_s=self._clock_s, step_s=computed_s[-1])
 
 
+@dataclass(slots=True)
+class Standing:
+    """The memory that stands on a device when a cycle begins."""
+
+    held_bytes: int
+    """Bytes of tensors; on a CPU they are known only of a measured cycle, and when it has ended."""
+    in_use_bytes: int
+    """Bytes of the process that are not free (CPU only). They cost little to read, and grow when tensors do."""
+
+    @staticmethod
+    def on(backend: Backend) -> "Standing":
+        """Return what stands there now."""
+        if backend.allocator is None:
+            return Standing(0, _in_use_bytes())
+        return Standing(backend.allocator.allocated_bytes(), 0)
+
+    def has_grown(self, backend: Backend, slack_bytes: int) -> bool:
+        """Return whether more than ``slack_bytes`` have come since. On a CPU that is a search if the process grew."""
+        now = Standing.on(backend)
+        if backend.allocator is None:
+            if now.in_use_bytes - self.in_use_bytes <= slack_bytes or gate.others_compute:
+                return False
+            self.in_use_bytes = now.in_use_bytes  # if it is no tensor's, it is searched for once
+            now.held_bytes = held_bytes(backend.device)
+        return now.held_bytes - self.held_bytes > slack_bytes
+
+
+class _InUse(ctypes.Structure):
+    """The counts that ``mallinfo2`` of the GNU C library returns."""
+
+    _names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    _fields_ = tuple(zip(_names, (ctypes.c_size_t,) * len(_names), strict=True))
+
+
+def _in_use_bytes() -> int:
+    """Return the bytes that the process has from malloc; 0 with another C library: measurements find growth, too."""
+    count = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if count is None:
+        return 0
+    count.restype = _InUse
+    in_use = count()
+    return int(in_use.uordblks + in_use.hblkhd)
+
+
 class CycleMeter:
     """A measurement of the device memory in one cycle: a recording on a host, the allocator's counts elsewhere."""
 
     def __init__(self) -> None:
         self.watch: PeakWatch | None = None
         """The allocator's counts since the measurement began (accelerators only)."""
-        self.before_bytes = 0
-        """The most device bytes in this step before anything was saved (accelerators only)."""
         self._recording: MemoryRecording | None = None
         self._taken: contextlib.ExitStack | None = None
 
@@ -85,7 +129,7 @@ class CycleMeter:
         return self._taken is not None
 
     def begin(self, allocator: Allocator | None) -> None:
-        """Begin to measure: with the allocator, or without one by recording what PyTorch allocates on the CPU."""
+        """Begin to measure, anywhere: with the allocator, or by recording what PyTorch allocates on the CPU."""
         self._taken = contextlib.ExitStack()
         if allocator is None:
             self._recording = self._taken.enter_context(record_memory("cpu"))

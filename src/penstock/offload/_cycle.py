@@ -5,16 +5,17 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 
+import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.offload._plan import OffloadPlan
-from penstock.offload._recording import Recording
+from penstock.offload._recording import LEFT, Recording, Signature
 from penstock.offload._saved import SavedEntry
 from penstock.tiers import Handle, HandleState, TierStatistics
 
 
 class Cycle:
-    """A cycle under way, from the first tensor saved to the last one used.
+    """A cycle under way, from the first tensor saved to the last one used, or to its `end`.
 
     With a plan, fetches begin at the events it names, as long as the saved storages are those of the plan. Without a
     plan, or after the first difference, the storage saved before the one just needed is fetched next, and further ones
@@ -34,6 +35,7 @@ class Cycle:
         window_bytes: int,
         has_budget: bool,
         reap: Callable[[], None],
+        park: Callable[[torch.UntypedStorage], Handle],
         mark: Callable[[], None] | None,
         statistics_before: TierStatistics,
     ):
@@ -42,6 +44,10 @@ class Cycle:
         self.num_open = 0
         """Number of entries that are alive and that backward has not asked for."""
         self.num_needs = 0
+        self.is_over = False
+        """Whether it has ended. What still waits for backward then is parked or kept for as long as its graph lives,
+        and comes back when it is needed.
+        """
         self.follows_plan = followed is not None
         self.kept_bytes: dict[str, int] = {}
         self.hook_s = 0.0
@@ -50,7 +56,7 @@ class Cycle:
         self._followed = followed
         self._window_bytes = window_bytes
         self._has_budget = has_budget
-        self._reap = reap
+        self._reap, self._park = reap, park
 
     @property
     def is_drained(self) -> bool:
@@ -61,6 +67,11 @@ class Cycle:
     def is_strict(self) -> bool:
         """Whether every copy out is waited for and nothing is fetched before it is needed."""
         return self._has_budget and not self.follows_plan
+
+    def waits_for(self, index: int) -> bool:
+        """Whether forward waits for a storage's copy out: no plan has room for it while it leaves."""
+        is_foreseen = self.follows_plan and self._followed is not None and not self._followed.is_left(index)
+        return self._has_budget and not is_foreseen
 
     @property
     def saved_bytes(self) -> int:
@@ -77,8 +88,8 @@ class Cycle:
         if followed is not None and not followed.expects(index, size_bytes, label):
             self.follows_plan, followed = False, None
             if self.is_strict:
-                self.entries.finish_leaving()
-        entry = SavedEntry(self, index, origin, version)
+                self.entries.all_leave(self._park)
+        entry = SavedEntry(self, index, origin, version, may_leave=not must_keep)
         self.entries.add(entry)
         self.num_open += 1
         reason = must_keep or ("" if followed is None else followed.keep_reason(index))
@@ -92,6 +103,8 @@ class Cycle:
     def needed(self, entry: SavedEntry) -> None:
         """Note that backward asks for the entry, and begin the fetches that are due."""
         self._reap()
+        if self.is_over:
+            return
         if not self.num_needs:
             for index in self.entries.held_elsewhere():
                 self.recording.uses[index].must_keep = "kept: held elsewhere, parking frees nothing"
@@ -105,6 +118,10 @@ class Cycle:
         elif not self.is_strict:
             self.entries.fetch_before(entry.index, self._window_bytes)
         self.end_s = time.time()
+
+    def end(self) -> None:
+        """End it, though something may still wait for backward."""
+        self.is_over = True
 
     def matched_plan(self) -> bool:
         """Return whether the whole cycle was what the plan expected."""
@@ -148,12 +165,12 @@ class Entries:
                 return
             is_first = False
 
-    def finish_leaving(self) -> None:
-        """Wait for all copies out."""
-        for index in range(len(self._entries)):
-            handle = self.handle(index)
-            if handle is not None and handle.state is HandleState.LEAVING:
-                handle.finish_out()
+    def all_leave(self, park: Callable[[torch.UntypedStorage], Handle]) -> None:
+        """Park what was kept although it may move, and wait for all copies out."""
+        for reference in self._entries:
+            entry = reference()
+            if entry is not None and not entry.is_needed:
+                entry.leave(park)
 
     def held_elsewhere(self) -> Iterator[int]:
         """Yield which parked storages somebody else holds, when backward begins.
@@ -169,7 +186,7 @@ class Entries:
 class Followed:
     """A plan, and how far a cycle has followed it."""
 
-    def __init__(self, plan: OffloadPlan, signature: tuple[tuple[int, str], ...], budget_bytes: int | None):
+    def __init__(self, plan: OffloadPlan, signature: Signature, budget_bytes: int | None):
         self.signature = signature
         """Bytes and module of each storage that the plan expects."""
         self._plan, self._budget_bytes = plan, budget_bytes
@@ -187,7 +204,11 @@ class Followed:
 
     def keep_reason(self, index: int) -> str:
         """Return why the plan keeps a storage; empty if it parks it."""
-        return "" if index in self._plan.parked else self._plan.reasons[index]
+        return "" if index in self._plan.parked or self.is_left(index) else self._plan.reasons[index]
+
+    def is_left(self, index: int) -> bool:
+        """Return whether the storage leaves at once, since no backward of the cycle needs it."""
+        return self._plan.reasons[index] == LEFT
 
     def at(self, event: int, entries: Entries) -> None:
         """Do what is due at an event: free memory that is late, and begin fetches."""

@@ -56,7 +56,7 @@ def modelled_cycle(
     """
     if any(parameter.device.type != "meta" for parameter in model.parameters()):
         raise ValueError("the model must be on the meta device: with torch.device('meta'): model = Model()")
-    clock, scope = _OperatorClock(machine), ModuleScope(model, lambda: None)
+    clock, scope = _OperatorClock(machine), ModuleScope(model)
     own = {storage_id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     times_s: list[float] = []
     recording = Recording(lambda: times_s.append(clock.now_s))

@@ -1,7 +1,7 @@
 """A recording of what the hooks saw in one cycle, from the first tensor saved to the last one used.
 
-A cycle is a training step, a micro-batch, or a whole pipeline schedule: it lies between two moments at which no saved
-tensor waits for backward.
+A cycle is a training step, a micro-batch, or a whole pipeline schedule. It lies between two moments at which no saved
+tensor waits for backward, or ends with its context, if backward has come by then.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,6 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.offload._problem import OffloadProblem, SavedStorage
+
+Signature = tuple[tuple[int, str], ...]
+"""Bytes and module of each storage that a cycle saved, in order. A plan fits cycles with an equal signature."""
+LEFT = "parked: nobody has asked for it"
+"""The reason for storages that no plan concerns: they leave at once, and no backward of their cycle needs them."""
 
 
 @dataclass(slots=True)
@@ -20,6 +25,11 @@ class _Use:
     need_event: int = -1
     last_event: int = -1
     is_parked: bool = False
+
+    @property
+    def is_left(self) -> bool:
+        """Whether it was parked, nobody has asked for it, and parking it frees memory."""
+        return self.is_parked and self.need_event < 0 and not self.must_keep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +75,8 @@ class Recording:
         use.last_event = event
 
     @property
-    def signature(self) -> tuple[tuple[int, str], ...]:
-        """Sizes and labels in order. A plan that was made for one cycle fits others with an equal signature."""
+    def signature(self) -> Signature:
+        """Sizes and labels so far, in order."""
         return tuple((use.size_bytes, use.label) for use in self.uses)
 
     def problem(
@@ -80,13 +90,16 @@ class Recording:
 
         ``settings`` are further fields of ``OffloadProblem``, which are passed on.
         """
+        times_s, base = tuple(times.computed_s), self._base(times.clock_s, memory) if memory else ()
+        if any(use.pack_event == self.num_events - 1 for use in self.uses):  # what is saved last has to end, too
+            times_s, base = (*times_s, times_s[-1]), (*base, *base[-1:])
         return OffloadProblem(
-            storages=tuple(self._storage(use) for use in self.uses),
-            event_times_s=tuple(times.computed_s),
+            storages=tuple(self._storage(use, len(times_s), is_measured=bool(base)) for use in self.uses),
+            event_times_s=times_s,
             step_s=times.step_s,
             out_bandwidth_bytes_per_s=rates[0],
             in_bandwidth_bytes_per_s=rates[1],
-            base_bytes=self._base(times.clock_s, memory) if memory else (),
+            base_bytes=base,
             **settings,
         )
 
@@ -96,15 +109,17 @@ class Recording:
         self.num_events += 1
         return self.num_events - 1
 
-    def _storage(self, use: _Use) -> SavedStorage:
+    def _storage(self, use: _Use, num_events: int, *, is_measured: bool) -> SavedStorage:
         never_needed = use.need_event < 0
+        # what parking does not free is in the measured memory outside of saved storages
+        is_beside = is_measured and use.is_parked and bool(use.must_keep)
         return SavedStorage(
-            size_bytes=use.size_bytes,
+            size_bytes=0 if use.is_left or is_beside else use.size_bytes,
             label=use.label,
             pack_event=use.pack_event,
-            need_event=self.num_events - 1 if never_needed else use.need_event,
-            free_event=self.num_events if never_needed else use.last_event + 1,
-            must_keep=use.must_keep or ("kept: saved last" if use.pack_event == self.num_events - 1 else ""),
+            need_event=num_events - 1 if never_needed else use.need_event,
+            free_event=num_events if never_needed else use.last_event + 1,
+            must_keep=use.must_keep or (LEFT if use.is_left else ""),
         )
 
     def _base(self, clock_s: Sequence[float], memory: MeasuredMemory) -> tuple[int, ...]:
@@ -121,7 +136,11 @@ class Recording:
             changes.append((time_s, held_bytes - before))
             before = held_bytes
         changes.sort(key=lambda change: change[0])
-        return tuple(_peaks_between(clock_s, changes))
+        peaks = _peaks_between(clock_s, changes)
+        for use in self.uses:
+            if use.is_parked and (use.is_left or use.must_keep):  # its copy out was waited for
+                peaks[use.pack_event] += use.size_bytes
+        return tuple(peaks)
 
 
 def _peaks_between(clock_s: Sequence[float], changes: Sequence[tuple[float, int]]) -> list[int]:

@@ -19,7 +19,9 @@ from penstock.arguments import checked
 from penstock.devices import has_backend
 from penstock.errors import BudgetError, DoubleBackwardError, PenstockWarning
 from penstock.offload._account import account_of
+from penstock.offload._coming import ComingState, num_changes
 from penstock.offload._cycle import Cycle
+from penstock.offload._functional import HooksBesideFunctional, is_wrapped
 from penstock.offload._learn import CycleSettings, Learner
 from penstock.offload._policy import Policy, Rules, SavedTensor, covers
 from penstock.offload._problem import TINY_BYTES
@@ -61,6 +63,7 @@ def activations(
     min_saving: float = 0.05,
     max_stall: float = 0.10,
     verify: bool = False,
+    strict: bool = False,
 ) -> "Offloader":
     """Return a context manager that offloads what autograd saves to host memory or disk, and fetches it in time.
 
@@ -95,6 +98,8 @@ def activations(
         min_saving: decline below this predicted share of the peak.
         max_stall: decline above this predicted share of the step.
         verify: compare a checksum on every fetch, and check every plan.
+        strict: raise ``BudgetError`` if the budget was kept and cannot be kept any more, because something outside of
+            this context has grown. Without it, that is said once with ``BudgetNotKeptWarning``, and training goes on.
 
     The first step is recorded. From the second on, a plan says how much is moved and when each fetch begins. On an
     accelerator the second step is recorded instead, since the first one is slow for many reasons. Without gradients
@@ -120,6 +125,7 @@ def activations(
         account=account,
         footprint=Footprint(tensors=_parameter_bytes(model)),
         verify=verify,
+        strict=strict,
     )
     return Offloader(model, account.named("offload"), rules, settings)
 
@@ -140,8 +146,10 @@ class Offloader:
         self._settings = settings
         self._waterfalls: dict[torch.device, Waterfall] = {}
         self._entries: weakref.WeakValueDictionary[int, SavedEntry] = weakref.WeakValueDictionary()
-        self._learner = Learner(settings)
+        self._learner = Learner(settings, ComingState(model))
         self._cycle: Cycle | None = None
+        self._began_with = 0, 0
+        """Uses of the cycle when it was last asked whether the weights have changed, and their changes at its start."""
         self._num_steps = 0
         self._num_tiny = 0
         """Number of tensors that were saved and are too small to be counted."""
@@ -160,7 +168,7 @@ class Offloader:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         if has_backend(device):
             self._waterfall(device)  # so that unusable directories raise an error now
-        self._scope = ModuleScope(model, weakref.WeakMethod(self._when_called))  # last, since it adds hooks
+        self._scope = ModuleScope(model)  # last, since it adds hooks
 
     def __enter__(self) -> Self:
         if self._is_closed:
@@ -176,12 +184,14 @@ class Offloader:
                 "each thread: penstock.offload.activations(model, ...)"
             )
         self._scope.refresh()
-        self._finish_cycle_if_drained()
+        self._end_cycle(is_boundary=True)
         hooks = contextlib.ExitStack()
         hooks.enter_context(gate.computing())  # an interrupt during this wait leaves nothing behind
         _active.offloader, self._hooks = self, hooks
+        if self._cycle is None and not self._learner.declined:
+            self._learner.enter(next((parameter.device for parameter in self._model.parameters()), torch.device("cpu")))
         if not self._learner.declined:
-            self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
+            self._hooks.enter_context(HooksBesideFunctional(self._pack, self._unpack))
         return self
 
     def __exit__(
@@ -195,23 +205,14 @@ class Offloader:
         _active.offloader = None
         self._hooks.close()
         self._hooks = None
-        if kind is None:
-            self._finish_cycle_if_drained()
-            if self._cycle is None:
-                self._learner.abort()
-            if self._finds_nothing():
-                self._learner.warn(self._nothing())
-        else:
-            self._learner.abort()
+        if kind is not None and self._cycle is not None:
+            self._cycle.end()
             self._cycle = None
-
-    def _when_called(self) -> None:
-        """Let recordings begin and end, since the model is called and no operator runs."""
-        if self._hooks is None or getattr(_active, "offloader", None) is not self or not torch.is_grad_enabled():
-            return
-        self._finish_cycle_if_drained(must_be_used=True)
-        if self._cycle is None and not self._learner.declined:
-            self._learner.enter(next((parameter.device for parameter in self._model.parameters()), torch.device("cpu")))
+        self._end_cycle(is_boundary=True)
+        if self._cycle is None:
+            self._learner.abort()
+        if kind is None and self._finds_nothing():
+            self._learner.warn(self._nothing())
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -221,7 +222,7 @@ class Offloader:
 
     def statistics(self) -> OffloadStatistics:
         """Return what the last finished step did; zeros before the first."""
-        self._finish_cycle_if_drained()
+        self._end_cycle()
         if self._last is None or self._learner.declined:
             return OffloadStatistics(
                 num_steps=self._num_steps,
@@ -280,7 +281,8 @@ class Offloader:
             tensor = tensor.trigger_wait()  # an AsyncCollectiveTensor, whose bytes may not have arrived yet
         if type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__"):
             names, context = tensor.__tensor_flatten__()
-            return WrappedTensor(tensor, {name: self._packed_part(getattr(tensor, name)) for name in names}, context)
+            parts = {name: self._packed_part(getattr(tensor, name), tensor.layout) for name in names}
+            return WrappedTensor(tensor, parts, context)
         if not _has_plain_bytes(tensor) or torch._C._current_graph_task_id() != -1:
             return KeptTensor(tensor)  # tensors saved during recomputation are used at once
         storage = tensor.untyped_storage()
@@ -292,22 +294,31 @@ class Offloader:
         if tensor._version and not tensor._is_view() and tensor.nbytes < storage.nbytes():
             return KeptTensor(tensor)  # unsafe_chunk, as in RNN cells: siblings have other version counters
         entry = self._entries.get(id_of(storage))
-        if entry is None or entry.version != tensor._version:
+        if entry is None or entry.version != tensor._version or entry.cycle.is_over:
             entry = self._enter_storage(tensor, storage)
             if entry is None:
                 return KeptTensor(tensor)
             self._entries[id_of(storage)] = entry
-        return KeptTensor(tensor, entry) if entry.handle is None else ParkedTensor(entry, tensor)
+        if entry.handle is not None:
+            return ParkedTensor(entry, tensor)
+        kept = KeptTensor(tensor, entry)
+        if entry.may_leave:
+            entry.kept.add(kept)
+        return kept
 
-    def _packed_part(self, part: Any) -> Packed | Opaque:  # any: whatever a wrapper class is made of
-        """Pack a part of a wrapper tensor. A DTensor lists its mesh, which is no tensor, among its parts."""
-        return self._packed(part) if isinstance(part, torch.Tensor) else Opaque(part)
+    def _packed_part(self, part: Any, layout: torch.layout) -> Packed | Opaque:  # any: what a wrapper is made of
+        """Pack a part of a wrapper tensor. A DTensor lists its mesh, which is no tensor, among its parts.
+
+        The offsets of a jagged batch stay the same objects, since they stand for its shape.
+        """
+        is_moved = isinstance(part, torch.Tensor) and (layout is not torch.jagged or part.is_floating_point())
+        return self._packed(part) if is_moved else Opaque(part)
 
     def _enter_storage(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> SavedEntry | None:
         """Return the entry of a storage seen for the first time; ``None`` for weights in another dtype."""
         if self._scope.is_weight_cast(tensor):
             return None
-        self._finish_cycle_if_drained(must_be_used=True)
+        self._end_cycle(is_boundary=self._has_stepped())
         waterfall = self._waterfall(tensor.device)
         seen = SavedTensor(
             module=self._scope.current,
@@ -321,13 +332,14 @@ class Offloader:
             self._cycle = self._learner.begin(
                 self._waterfalls, (seen.size_bytes, seen.module, self._scope.given), has_gradients=has_gradients
             )
+            self._began_with = 0, num_changes(self._model.parameters())
         must_keep = self._rules.keep_reason(seen)
         entry, reason = self._cycle.add(
             seen.size_bytes, seen.module, must_keep, StorageWeakRef(storage), tensor._version
         )
         if not reason:
             entry.handle = waterfall.park(storage, label=seen.module)
-            if self._cycle.is_strict:
+            if self._cycle.waits_for(entry.index):
                 entry.handle.finish_out()
         return entry
 
@@ -356,17 +368,34 @@ class Offloader:
             )
         return self._waterfalls[device]
 
-    def _finish_cycle_if_drained(self, *, must_be_used: bool = False) -> None:
-        """End the cycle once nothing in it waits for backward. A cycle without a backward teaches nothing."""
+    def _has_stepped(self) -> bool:
+        """Whether the weights have changed since the cycle began, so that no backward of that step is to come.
+
+        It is asked for the first storage saved after a use, since it looks at all parameters.
+        """
+        cycle, (num_needs, before) = self._cycle, self._began_with
+        if cycle is None or cycle.num_needs == num_needs:
+            return False
+        self._began_with = cycle.num_needs, before
+        return num_changes(self._model.parameters()) != before
+
+    def _end_cycle(self, *, is_boundary: bool = False) -> None:
+        """End the cycle if backward has come for all it saved, or for some of it and a context begins or ends.
+
+        What is not asked for by then belongs to no cycle any more. A cycle without a backward teaches nothing; it ends
+        with its context if nothing of it lives on.
+        """
         cycle = self._cycle
-        if cycle is None or not cycle.is_drained or (must_be_used and not cycle.num_needs):
-            return
-        self._cycle = None
-        if not cycle.num_needs:
+        if cycle is None or torch._C._current_graph_task_id() != -1:
+            return  # a context that recomputation enters ends nothing
+        if cycle.num_needs and (cycle.is_drained or is_boundary):
+            cycle.end()
+            self._cycle = None
+            self._num_steps += 1
+            self._last = self._learner.finish(cycle, self._waterfalls, self._num_steps)
+        elif cycle.is_drained and is_boundary:
+            self._cycle = None
             self._learner.abort()
-            return
-        self._num_steps += 1
-        self._last = self._learner.finish(cycle, self._waterfalls, self._num_steps)
 
 
 class OffloadedModule(nn.Module):
@@ -410,6 +439,9 @@ def _has_plain_bytes(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in (torch.Tensor, nn.Parameter)
         and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor._is_zerotensor()
+        and not is_wrapped(tensor)
         and has_backend(tensor.device)
         and not tensor.is_quantized
         and not tensor.is_inference()

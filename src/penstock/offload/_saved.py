@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from penstock.tiers import Handle, ViewLayout, check_version, version_of
+from penstock.tiers import Handle, HandleState, ViewLayout, check_version, version_of
 
 
 class EntryOwner(Protocol):
@@ -15,6 +17,8 @@ class EntryOwner(Protocol):
 
     num_open: int
     """Number of entries that are alive and that backward has not asked for."""
+    is_over: bool
+    """Whether the cycle has ended."""
 
     def needed(self, entry: SavedEntry) -> None:
         """Note that backward asks for the entry."""
@@ -27,16 +31,31 @@ class SavedEntry:
     A second backward (``retain_graph``) fetches it again.
     """
 
-    __slots__ = ("__weakref__", "_held", "_unused", "cycle", "handle", "index", "is_needed", "origin", "version")
+    __slots__ = (
+        "__weakref__",
+        "_held",
+        "_unused",
+        "cycle",
+        "handle",
+        "index",
+        "is_needed",
+        "kept",
+        "may_leave",
+        "origin",
+        "version",
+    )
 
-    def __init__(self, cycle: EntryOwner, index: int, origin: StorageWeakRef, version: int):
+    def __init__(self, cycle: EntryOwner, index: int, origin: StorageWeakRef, version: int, *, may_leave: bool):
         self.cycle = cycle
+        self.may_leave = may_leave  # whether the rules let it be parked
         self.index = index
         self.origin = origin  # while it lives, no other storage can get this one's identity
         self.version = version
         self.handle: Handle | None = None
         """The handle of the parked bytes; ``None`` if the packed tensors themselves keep the storage."""
         self.is_needed = False
+        self.kept: weakref.WeakSet[KeptTensor] = weakref.WeakSet()
+        """Packed tensors that keep the storage although it may leave."""
         self._held: torch.UntypedStorage | None = None
         self._unused = 0
 
@@ -47,6 +66,21 @@ class SavedEntry:
     def add(self) -> None:
         """Add a packed tensor that refers to this storage."""
         self._unused += 1
+
+    def leave(self, park: Callable[[torch.UntypedStorage], Handle]) -> None:
+        """Park the storage if it may leave, whether it was kept or fetched so far, and wait until it has left."""
+        kept = list(self.kept)
+        if kept:
+            self.handle = park(kept[0].tensor.untyped_storage())
+            for packed in kept:
+                packed.leave(self)
+            self.kept.clear()
+        if self.handle is not None and self.handle.state is HandleState.KEPT:
+            self.handle = park(self.handle.get())
+        if self.handle is not None and self.handle.state is HandleState.ARRIVING:
+            self.handle.get()  # nobody holds it, so it goes
+        if self.handle is not None and self.handle.state is HandleState.LEAVING:
+            self.handle.finish_out()
 
     def fetch(self, is_first_use: bool) -> torch.UntypedStorage:
         """Return the storage on the device for one packed tensor; ``is_first_use`` in this backward."""
@@ -63,15 +97,23 @@ class SavedEntry:
 class KeptTensor:
     """A saved tensor that stays as it is. It checks for in-place changes, which PyTorch does not do under hooks."""
 
-    __slots__ = ("entry", "tensor", "version")
+    __slots__ = ("__weakref__", "_parked", "entry", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, entry: SavedEntry | None = None):
         self.tensor = tensor if tensor.is_leaf else tensor.detach()  # the result of a node would keep that node alive
         self.version = version_of(tensor)
         self.entry = entry
+        self._parked: ParkedTensor | None = None
+
+    def leave(self, entry: SavedEntry) -> None:
+        """Stand for a parked storage from now on."""
+        self._parked = ParkedTensor(entry, self.tensor)
+        del self.tensor
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor, or raise an error if it was changed since."""
+        if self._parked is not None:
+            return self._parked.unpack()
         if self.entry is not None:
             self.entry.cycle.needed(self.entry)
         check_version(self.tensor, self.version)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from penstock.devices import has_backend
+from penstock.offload._functional import is_wrapped
 from penstock.storages import id_of, storage_id
 from penstock.tiers import gate
 
@@ -19,21 +20,21 @@ class ModuleScope:
     """The stack of running modules of one model, kept by hooks, and the storages of its parameters and buffers.
 
     Hooks return at once while PyTorch compiles or may compile, so that they never become part of a graph. Modules
-    inside a compiled one are not hooked. Each thread that computes has its own stack. ``when_called`` returns, like a
-    weak reference, a function to call whenever the model is called, before any of its operators.
+    inside a compiled one are not hooked, and neither are scripted ones, which take no hooks: what they save counts as
+    that of the module around them. Each thread that computes has its own stack.
     """
 
-    def __init__(self, model: nn.Module, when_called: Callable[[], Callable[[], None] | None]):
+    def __init__(self, model: nn.Module):
         self._model = model
-        self.when_called = when_called
         self._local = threading.local()
         self._own: set[int] = set()
         self._weights: dict[tuple[int, ...], list[torch.Tensor]] = {}
         self._casts: dict[tuple[str, tuple[int, ...]], bool] = {}
         self.given: Shapes = ()
-        """Shapes of the tensors in the last call of the model."""
+        """Shapes of the tensors in the last call of the model that autograd recorded."""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._hooks.append(model.register_forward_pre_hook(_GivenHook(self), with_kwargs=True))
+        if not isinstance(model, torch.jit.ScriptModule):
+            self._hooks.append(model.register_forward_pre_hook(_GivenHook(self), with_kwargs=True))
         for name, module in eager_modules(model):
             self._hooks.append(module.register_forward_pre_hook(_Hook(name, self._enter)))
             self._hooks.append(module.register_forward_hook(_Hook(name, self._leave), always_call=True))
@@ -127,11 +128,10 @@ class _GivenHook:
         self._scope = scope
 
     def __call__(self, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:  # any: arguments
-        if self._scope is not None and not torch.compiler.is_compiling() and not _is_traced_as_eager():
+        if self._scope is None or torch.compiler.is_compiling() or _is_traced_as_eager():
+            return
+        if torch.is_grad_enabled():
             self._scope.given = tuple(_shapes_in((*given, *named.values())))
-            call = self._scope.when_called()
-            if call is not None:
-                call()
 
     def __reduce__(self) -> tuple[type["_GivenHook"], tuple[None]]:
         return _GivenHook, (None,)
@@ -144,7 +144,7 @@ def _nothing(_: str, __: nn.Module) -> None:
 def _shapes_in(things: Iterable[Any]) -> Iterator[tuple[int, ...]]:  # any: arguments of a model
     for thing in things:
         if isinstance(thing, torch.Tensor):
-            yield tuple(thing.shape)
+            yield tuple(thing.shape) if thing.layout is not torch.strided or not thing.is_nested else (thing.numel(),)
         elif isinstance(thing, Mapping):
             yield from _shapes_in(thing.values())
         elif isinstance(thing, list | tuple):
@@ -171,7 +171,8 @@ def eager_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             compiled.append(f"{name}." if name else "")
             if not _is_wrapper(module):
                 continue  # module.compile(): its own hooks run inside the graph
-        yield name, module
+        if not isinstance(module, torch.jit.ScriptModule):
+            yield name, module
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -190,7 +191,7 @@ def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     Empty for tensors without bytes of their own (fake, meta, sparse).
     """
     if type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-        has_bytes = tensor.layout is torch.strided and has_backend(tensor.device)
+        has_bytes = tensor.layout is torch.strided and has_backend(tensor.device) and not is_wrapped(tensor)
         return [tensor] if has_bytes else []
     if not hasattr(tensor, "__tensor_flatten__"):
         return []
