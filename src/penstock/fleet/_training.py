@@ -56,9 +56,14 @@ class JobTraining:
         self.states = OptimizerStates()
         self.update: Update = job.update
         """Which processor steps the optimizer, as decided so far."""
+        self.uncut_because = ""
+        """Why the job runs uncut, to stand after "because"; empty if it does not."""
 
-    def build(self) -> None:
-        """Call the factories, in the order of a training script. Raise what they raise."""
+    def build(self, device: torch.device) -> None:
+        """Call the factories, in the order of a training script. Raise what they raise.
+
+        ``device`` is where a job that cannot be cut will train. Its optimizer is made there.
+        """
         job = self.job
         with self.randomness.swapped_in():
             box = [job.model()]
@@ -68,15 +73,39 @@ class JobTraining:
             handed = (storage_id(tensor) for module in box for tensor in module.state_dict().values())
             self.weights = Weights(model, job.name, frozenset(handed))
             self.cuts = Cuts(job, model, self.weights, self.randomness)
-            parameters = self.weights.parameters
-            self.optimizer = ShardedOptimizer(
-                job.make_optimizer(list(parameters.items())),
-                {id(parameter): name for name, parameter in parameters.items()},
-                job.lr_scheduler,
-            )
+        mark = self.randomness.cpu, self.randomness.python, self.randomness.numpy
+        with self.randomness.swapped_in():
+            self.optimizer = self._make_optimizer()
+        self.uncut_because = self.weights.why_uncut or self.optimizer.why_whole
+        if self.uncut_because and device.type != "cpu":
+            model.to(device)
+            self.randomness.cpu, self.randomness.python, self.randomness.numpy = mark
+            with self.randomness.swapped_in():
+                self.optimizer = self._make_optimizer()
+        with self.randomness.swapped_in():
             data = job.data()
             validation = None if job.validation is None else job.validation()
+            if validation is None and self.optimizer.waits_for_metric:
+                raise ValueError(
+                    f"job {job.name!r}: ReduceLROnPlateau takes a metric, so lr_scheduler= needs validation data: "
+                    "validation=lambda: batches"
+                )
             self.feed = Feed(job, data, validation, self.randomness, self.position)
+
+    def _make_optimizer(self) -> ShardedOptimizer:
+        job, parameters = self.job, self.weights.parameters
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        optimizer = job.make_optimizer(list(parameters.items()))
+        return ShardedOptimizer(optimizer, names, job.lr_scheduler, separable=job.separable)
+
+    def stay_uncut(self, reason: str, device: torch.device) -> None:
+        """Turn into a job that runs uncut on ``device``. Nothing of it was trained, and all its groups are gone."""
+        self.groups, self.weights.casts = JobGroups(), {}
+        self.weights.put_back()
+        if not self.uncut_because:
+            self.weights.model.to(device)
+            self.optimizer.put_back_states(self.weights.parameters)
+        self.uncut_because, self.update = reason, "device"
 
     def is_done(self) -> bool:
         """Whether the job has done its last step."""
@@ -91,7 +120,7 @@ class JobTraining:
         if not stepped:
             return
         self.history.losses.append(self.open_step.end())
-        if self.optimizer.scheduler is not None:
+        if self.optimizer.scheduler is not None and not self.optimizer.waits_for_metric:
             self.optimizer.scheduler.step()
         position.step, position.micro = position.step + 1, 0
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from penstock.errors import CaptureError
+from penstock.fleet._job import CannotBeCut
 from penstock.storages import storage_id
 
 
@@ -25,6 +26,8 @@ class Weights:
         self.tensors: dict[str, torch.Tensor] = {**self.parameters, **dict(model.named_buffers())}
         self._job, self._handed = job, handed
         self._refuse_what_is_not_there()
+        self.why_uncut = self._why_uncut()
+        """Why the model cannot be cut, to stand after "because"; empty as far as that is known before it runs."""
         self.originals = {name: tensor.data for name, tensor in self.tensors.items()}
         """Tensors that are in no group yet, as the factory made them."""
         self.names = {id(tensor): name for name, tensor in self.tensors.items()}
@@ -50,6 +53,8 @@ class Weights:
                     f"job {self._job!r}: forward reads a tensor of the module that model() returned, not of the copy "
                     "that the fleet trains (a hook or a closure refers to it); model() must create a new module"
                 )
+            if tensor.layout is not torch.strided:
+                raise CannotBeCut("its forward uses a sparse tensor")
             if name not in self.tensors:
                 self.tensors[name] = tensor.detach()
                 self.originals[name] = tensor.detach().data
@@ -68,6 +73,12 @@ class Weights:
         for name, tensor in self.originals.items():
             self.tensors[name].data = self._hollow_of(name, tensor.device)
         self.originals = {}
+
+    def put_back(self) -> None:
+        """Give the model the tensors of its factory again, because it will not be cut after all."""
+        for name, tensor in self.originals.items():
+            self.tensors[name].data = tensor
+        self.originals, self._hollow, self._device = {}, {}, None
 
     def bind(self, members: Mapping[str, torch.Tensor]) -> None:
         """Bind tensors of the model to these bytes. Those of another dtype stand for their parameters."""
@@ -139,7 +150,7 @@ class Weights:
                 raise ValueError(
                     f"job {self._job!r}: {name} has no values yet; model() must return a model that is ready to train"
                 )
-            if tensor.layout is not torch.strided or type(tensor.data) is not torch.Tensor:
+            if type(tensor.data) is not torch.Tensor:
                 raise ValueError(
                     f"job {self._job!r}: {name} is not a plain tensor, and a fleet can train only plain tensors"
                 )
@@ -148,6 +159,19 @@ class Weights:
                 f"job {self._job!r}: no parameter of its model requires a gradient; `model` must return a module with "
                 "at least one that does"
             )
+
+
+    def _why_uncut(self) -> str:
+        for name, tensor in self.tensors.items():
+            if tensor.layout is not torch.strided:
+                return f"{name} is a sparse tensor"
+        for name, module in self.model.named_modules():
+            what = f"{name or 'the model'} ({type(module).__name__})"
+            if isinstance(module, torch.jit.ScriptModule):
+                return f"{what} is compiled by TorchScript, whose weights only its own code uses"
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                return f"{what} makes sparse gradients"
+        return ""
 
 
 def hollow(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:

@@ -18,6 +18,7 @@ from penstock.fleet._host_steps import HostSteps
 from penstock.fleet._memory import DeviceMemory, Item
 from penstock.fleet._meter import UnitMeter
 from penstock.fleet._problem import UnitKind
+from penstock.fleet._uncut import UncutBatch
 from penstock.fleet._unit_log import Span, UnitLog
 from penstock.fleet._units import Between, MiniBatch
 from penstock.fleet._whole import WholeBatch
@@ -179,9 +180,11 @@ class UnitVerifier:
 
     def compute(self, mini: MiniBatch, index: int) -> None:
         """Run one unit that is a call of its own."""
-        if not self._is_on or isinstance(mini, WholeBatch):
+        if not self._is_on or isinstance(mini, WholeBatch | UncutBatch):
             with gate.computing():
                 mini.run(index)
+            if self._is_on and isinstance(mini, UncutBatch):
+                self.peak_bytes = max(self.peak_bytes, mini.peak_bytes)
             return
         held_bytes = self._memory.held_bytes()
         with self._lock, gate.computing(), record_memory(self._memory.device, this_thread_only=True) as recording:
