@@ -56,8 +56,8 @@ class Preparation:
         try:
             if training.uncut_because:
                 raise CannotBeCut(training.uncut_because)
-            run.plan.leaf_bytes = sum(leaf.nbytes for leaf in leaves)
             captured = training.cuts.capture(leaves, structure, training=True)
+            run.plan.leaf_bytes = sum(leaf.nbytes for leaf in leaves)
             training.weights.learn(captured.constants)
             self._cut(captured, leaves, structure)
             training.weights.let_originals_go()

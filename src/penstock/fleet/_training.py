@@ -70,7 +70,8 @@ class JobTraining:
             if not isinstance(box[0], nn.Module):
                 raise TypeError(f"job {job.name!r}: model() must return an nn.Module, got {type(box[0]).__name__}")
             model = own_model(box, job.name)
-            handed = (storage_id(tensor) for module in box for tensor in module.state_dict().values())
+            held = (tensor for module in box for tensor in module.state_dict().values())
+            handed = (storage_id(tensor) for tensor in held if tensor.layout is torch.strided)
             self.weights = Weights(model, job.name, frozenset(handed))
             self.cuts = Cuts(job, model, self.weights, self.randomness)
         mark = self.randomness.cpu, self.randomness.python, self.randomness.numpy

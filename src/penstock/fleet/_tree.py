@@ -89,7 +89,7 @@ class Tree:
                         if storage_id(tensors[name]) != key:
                             raise writes_to(name)
                 break
-            except CaptureError:
+            except (CaptureError, CannotBeCut):
                 raise
             except Exception:
                 if not without_saving:

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from penstock.errors import CaptureError
-from penstock.fleet._job import CannotBeCut
 from penstock.storages import storage_id
 
 
@@ -53,8 +52,6 @@ class Weights:
                     f"job {self._job!r}: forward reads a tensor of the module that model() returned, not of the copy "
                     "that the fleet trains (a hook or a closure refers to it); model() must create a new module"
                 )
-            if tensor.layout is not torch.strided:
-                raise CannotBeCut("its forward uses a sparse tensor")
             if name not in self.tensors:
                 self.tensors[name] = tensor.detach()
                 self.originals[name] = tensor.detach().data

@@ -47,7 +47,7 @@ def _state_of(master: torch.optim.Optimizer) -> Json:
     if own_class(master) is None and type(master).state_dict is torch.optim.Optimizer.state_dict:
         usual = vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
         for key, value in vars(master).items():
-            if key not in usual and key != "step":
+            if key not in usual and key not in ("step", "_opt_called"):  # what schedulers add
                 raise TypeError(f"it keeps {key} = {value!r:.60}, which its state_dict() does not have")
     return master.state_dict()
 
