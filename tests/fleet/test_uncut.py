@@ -166,7 +166,7 @@ def test_a_job_that_is_not_cut_shares_a_fleet_with_others():
     assert [validation["step"] for validation in results["d"].validations] == [2, 4, 6, 8]
 
 
-@pytest.mark.parametrize("optimizer", [Foreign, hooked, lambda parameters: torch.optim.SparseAdam(parameters)])
+@pytest.mark.parametrize("optimizer", [Foreign, hooked, torch.optim.SparseAdam])
 def test_the_budget_that_a_refusal_names_works(optimizer):
     job = gpt_job(optimizer=optimizer) if optimizer in (Foreign, hooked) else sparse_job(optimizer=optimizer)
     refused = train([job], budget="50KB")["job"]

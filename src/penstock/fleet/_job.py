@@ -107,8 +107,8 @@ class Job:
     separable: bool = False
     """Your word that the optimizer updates each parameter from its own gradient, state and group alone.
 
-    PyTorch's do. A job with any other optimizer, or with hooks on its steps, runs uncut: its optimizer steps once, whole,
-    and it has a device to itself until it is over. Given this word, it is cut like any other; it is checked once.
+    PyTorch's do. A job with any other optimizer, or with hooks on its steps, runs uncut: the optimizer steps once,
+    whole, and the job has a device to itself until it is over. With your word, which is checked once, it is cut.
     """
     stages: Callable[[nn.Module], Sequence[Callable[..., Any]]] | None = None
     """A function that cuts the model by hand into layers, in order. Each takes the result of the previous one.

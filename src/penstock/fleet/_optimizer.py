@@ -20,8 +20,8 @@ from penstock.fleet._packed import Packed
 from penstock.stepping import State, missing_state_bytes, own_class, refuse_inseparable, step_part, why_whole
 
 WHAT_WORKS = (
-    "Give it a larger budget, or use one of PyTorch's optimizers without hooks. If an optimizer of your own updates each "
-    "parameter from its own gradient and state alone: Job(separable=True, ...)"
+    "Give it a larger budget, or use one of PyTorch's optimizers without hooks. If an optimizer of your own updates "
+    "each parameter from its own gradient and state alone: Job(separable=True, ...)"
 )
 
 

@@ -342,7 +342,6 @@ def _workers(
             num_threads=devices[index].threads or 1,
             turns=turns,
             double_buffer=ablation.double_buffer,
-            measuring=engine.pilots.lock,
             verifies=verify,
         )
         worker.keeper = keeper if places[index].type == "cpu" else None

@@ -302,8 +302,8 @@ class JobTurn:
         if not (is_memory and may_help):
             if isinstance(error, CannotBeCut):
                 error = CaptureError(
-                    f"a later batch or hook shows that the job must run uncut, because {error}; it was cut as its first "
-                    "batch allowed. Let the first batch take the same way"
+                    f"a later batch shows that the job cannot be cut, because {error}, but the job was cut, as its "
+                    "first batch allowed. Let the first batch take the same way"
                 )
             engine.fail(run, worker, error)
             return

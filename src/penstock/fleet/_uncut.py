@@ -13,6 +13,7 @@ works. Later mini-batches that take more are told.
 
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -23,6 +24,7 @@ from penstock.fleet._devices import free_bytes
 from penstock.fleet._gradients import Gradients
 from penstock.fleet._job import AUTOCAST_DTYPES
 from penstock.fleet._memory import DeviceMemory, Item
+from penstock.fleet._meter import recorded
 from penstock.fleet._optimizer import WHAT_WORKS, closure_refused
 from penstock.fleet._problem import Task, UnitKind
 from penstock.fleet._program import Shard, ShardProgram, WholeStep
@@ -30,7 +32,7 @@ from penstock.fleet._stepper import Stepper
 from penstock.fleet._training import JobTraining
 from penstock.fleet._units import MiniBatch
 from penstock.fleet._work import Behaviour, Work
-from penstock.probe import record_memory
+from penstock.probe import can_record
 from penstock.stepping import missing_state_bytes, tensors_in
 from penstock.storages import storage_id
 from penstock.units import format_bytes
@@ -44,11 +46,11 @@ _SPARE = 50
 class UncutBatch(MiniBatch):
     """One mini-batch of such a job, in one unit: forward, backward and, where it ends a step, the optimizer's step."""
 
-    def __init__(self, work: Work, leaves: Sequence[torch.Tensor]):
+    def __init__(self, work: Work, leaves: Sequence[torch.Tensor], *, is_measured: bool):
         self.work, self.tasks = work, [Task(UnitKind.FUSED if work.behaviour.trains else UnitKind.FORWARD, 0)]
         self.peak_bytes = 0
-        """The most that the job took on the device, once the unit has run."""
-        self._leaves = leaves
+        """The most that the job took on the device, once the unit has run; 0 if it was not measured."""
+        self._leaves, self._is_measured = leaves, is_measured
         self._results: list[torch.Tensor] = []
 
     @property
@@ -67,16 +69,18 @@ class UncutBatch(MiniBatch):
         """Have nothing to give back."""
 
     def run(self, index: int) -> None:  # noqa: ARG002
-        """Run the mini-batch as a training script would, and measure it."""
+        """Run the mini-batch as a training script would."""
         training, device = self.work.training, self.work.memory.device
         held_bytes = job_bytes(training, device)
-        with record_memory(device, this_thread_only=True) as recording, training.randomness.drawing_anyhow(device):
+        measuring = recorded(device) if self._is_measured else nullcontext()
+        with measuring as recording, training.randomness.drawing_anyhow(device):
             if self.work.behaviour.trains:
                 self._train()
             else:
                 with torch.no_grad(), training.cuts.evaluating():
                     self._results = [output.detach() for output in self._call()]
-        self.peak_bytes = held_bytes + recording.report.activation_bytes
+        if recording is not None:
+            self.peak_bytes = held_bytes + recording.report.activation_bytes
 
     def _train(self) -> None:
         outputs = self._call()
@@ -140,7 +144,9 @@ class Uncut:
             run=lambda *_: (), tensors=(), inputs=(), outputs=(), label="the whole model", writes_buffers=True
         )
         program = ShardProgram(shards=(shard,), rebuild_result=whole.rebuild, fingerprints=("",), whole=whole)
-        return UncutBatch(Work(training, self._memory, program, structure, Behaviour(trains=trains)), leaves)
+        work = Work(training, self._memory, program, structure, Behaviour(trains=trains))
+        is_measured = self._num_steps < _DECIDING_STEPS or can_record(self._memory.device)
+        return UncutBatch(work, leaves, is_measured=is_measured)
 
     def transient_bytes(self, index: int) -> int:  # noqa: ARG002
         """Return the bytes of the whole device."""

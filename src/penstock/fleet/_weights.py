@@ -157,7 +157,6 @@ class Weights:
                 "at least one that does"
             )
 
-
     def _why_uncut(self) -> str:
         for name, tensor in self.tensors.items():
             if tensor.layout is not torch.strided:
