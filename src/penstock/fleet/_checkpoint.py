@@ -123,13 +123,16 @@ def load_model(path: Path, model: torch.nn.Module) -> torch.nn.Module:
 
     Raises ``CheckpointError`` for files that are damaged or belong to another job.
     """
-    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     check_whole(path)
     try:
-        with torch.no_grad():
-            _fill(own, TensorFiles(sorted(path.glob("tensors*.safetensors"))))
+        return fill_model(model, TensorFiles(sorted(path.glob("tensors*.safetensors"))))
     except DAMAGE as error:
         raise unusable(path, error) from error
+
+
+def fill_model(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+    """Fill a module that the job's factory made with parameters and buffers, as a checkpoint holds them."""
+    _fill({**dict(model.named_parameters()), **dict(model.named_buffers())}, tensors)
     return model
 
 

@@ -56,7 +56,7 @@ class ShardedOptimizer:
         if needs_closure(master):
             raise closure_refused(master)
         if separable and own_class(master) is None:
-            refuse_inseparable(master, "Job(separable=False, ...)")
+            _check_separable(master)
         self.master = master
         unknown = [
             parameter for group in master.param_groups for parameter in group["params"] if id(parameter) not in names
@@ -172,3 +172,16 @@ def _why_hooked(optimizer: torch.optim.Optimizer) -> str:
     if torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks:
         return "hooks on the steps of all optimizers are registered, which may look at all parameters at once"
     return ""
+
+
+def _check_separable(optimizer: torch.optim.Optimizer) -> None:
+    call = "Job(separable=False, ...)"
+    try:
+        refuse_inseparable(optimizer, call)
+    except TypeError:
+        raise
+    except Exception as error:  # its step is the user's
+        raise TypeError(
+            f"separable=True cannot be checked for {type(optimizer).__name__}, whose step raises "
+            f"{type(error).__name__}: {error} on parameters that it has not seen before. Leave it out: {call}"
+        ) from error

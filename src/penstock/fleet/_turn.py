@@ -75,7 +75,7 @@ class JobTurn:
                 return  # this turn was chosen before the job's last turn had ended
             if run.wanted is JobState.STOPPED and not (run.is_prepared and run.training.position.micro):
                 if run.is_prepared:
-                    engine.upkeep.save(run, worker)
+                    engine.upkeep.save(run, worker, is_last=True)
                 engine.end(run, worker, JobState.STOPPED)
                 return
             if not run.is_prepared:
@@ -98,7 +98,7 @@ class JobTurn:
             if run.milestones.wants_validation:
                 run.milestones.wants_validation = False
                 if self._validate(worker):
-                    engine.upkeep.save(run, worker)
+                    engine.upkeep.save(run, worker, is_last=True)
                     engine.end(run, worker, JobState.STOPPED)
                     return
             if training.is_done():
@@ -125,12 +125,12 @@ class JobTurn:
             and run.milestones.last_validation != training.position.step
             and self._validate(worker)
         ):
-            engine.upkeep.save(run, worker)
+            engine.upkeep.save(run, worker, is_last=True)
             engine.end(run, worker, JobState.STOPPED)
             return
         for item in training.drop_unfinished_step():
             worker.memory.discard(item)
-        engine.upkeep.save(run, worker)
+        engine.upkeep.save(run, worker, is_last=True)
         engine.end(run, worker, JobState.DONE)
 
     def _note_end_of_pass(self) -> None:
