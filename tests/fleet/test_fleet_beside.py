@@ -61,7 +61,8 @@ def watched(model, batch):
     with torch.profiler.profile():
         return model(*batch)
 
-for jobs in ([gpt_job("a", loss=loss), gpt_job("b", loss=loss, optimizer=hooked)], [gpt_job("c", loss=watched, optimizer=hooked)]):
+several = [gpt_job("a", loss=loss), gpt_job("b", loss=loss, optimizer=hooked)]
+for jobs in (several, [gpt_job("c", loss=watched, optimizer=hooked)]):
     results = train(jobs, budget="8MB")
     for job in jobs:
         check(job, results[job.name])
@@ -70,7 +71,7 @@ for jobs in ([gpt_job("a", loss=loss), gpt_job("b", loss=loss, optimizer=hooked)
 
 def run_alone(code):
     """Run code in a process of its own, which may crash."""
-    done = subprocess.run(  # noqa: S603
+    done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(_SETUP) + code],
         cwd=HERE,
         capture_output=True,
@@ -117,7 +118,7 @@ def test_of_two_processes_that_start_together_one_trains(tmp_path):
         """
     )
     both = [
-        subprocess.Popen(  # noqa: S603
+        subprocess.Popen(
             [sys.executable, "-c", code, *names], cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         for names in (("a", "b"), ("b", "a"))

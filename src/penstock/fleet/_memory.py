@@ -12,6 +12,7 @@ Belongs to the device's thread. The counted bytes are those of every storage tha
 import math
 import sys
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from penstock.devices import backend_of
-from penstock.errors import BudgetError
+from penstock.errors import BudgetError, BudgetNotKeptWarning
 from penstock.storages import id_of
 from penstock.tiers import Handle, HandleState, Waterfall
 from penstock.units import format_bytes
@@ -160,6 +161,7 @@ class DeviceMemory:
         """Steps on the host, if the device is an accelerator."""
         self._items: dict[Item, None] = {}  # those with bytes on the device
         self._leaving: dict[Item, None] = {}
+        self._has_said_above = False
 
     def held_bytes(self) -> int:
         """Return the bytes of all items on the device or being copied out or in, plus what libraries keep."""
@@ -252,10 +254,10 @@ class DeviceMemory:
         item.storages = None
         self._leaving[item] = None
 
-    def make_room(self, size_bytes: int, pinned: Iterable[Item], why: str) -> None:
+    def make_room(self, size_bytes: int, pinned: Iterable[Item], why: str, *, may_exceed: bool = False) -> None:
         """Wait until ``size_bytes`` more fit the budget next to ``pinned``.
 
-        Raises ``BudgetError`` if they never can.
+        If they never can, raises ``BudgetError``, or goes on above the budget with a warning (``may_exceed``).
         """
         pinned = set(pinned)
         start_s = time.perf_counter()
@@ -265,6 +267,9 @@ class DeviceMemory:
                 self.evict(victim)
             elif self._leaving:
                 self._wait_for_oldest()
+            elif may_exceed:
+                self._say_above(size_bytes, why)
+                break
             else:
                 self._refuse(size_bytes, why)
         self.stall_s += time.perf_counter() - start_s
@@ -352,6 +357,19 @@ class DeviceMemory:
             f"{item.label} ({format_bytes(item.size_bytes)}) could not leave {self.device}: the tiers below are "
             "full or failed. Give more host memory or disk: fleet.run(..., host='64GiB', disk='/nvme')"
         )
+
+    def _say_above(self, size_bytes: int, why: str) -> None:
+        if not self._has_said_above:
+            self._has_said_above = True
+            held = self.library_bytes + sum(item.held_bytes() for item in self._items)
+            warnings.warn(
+                f"{why} takes {held + size_bytes} bytes together with all that it works on, above the budget of "
+                f"{self.budget_bytes} bytes on {self.device}, because a mini-batch takes another path through the model "
+                "than the first one did. Training goes on above the budget, and this warning is shown once. Give a "
+                "larger budget, or smaller batches: Job(accumulate=4, ...)",
+                BudgetNotKeptWarning,
+                stacklevel=2,
+            )
 
     def _refuse(self, size_bytes: int, why: str) -> None:
         held = self.library_bytes + sum(item.held_bytes() for item in self._items)

@@ -97,6 +97,7 @@ class JobResult:
             model = self.job.model()
         if self.weights is not None:
             return fill_model(model, self.weights)
+        assert self.checkpoint is not None
         return load_model(self.checkpoint, model)
 
     def value(self, metric: str) -> float | None:

@@ -62,8 +62,8 @@ class Upkeep:
     def save(self, run: JobRun, worker: Worker, *, is_last: bool = False) -> None:
         """Write a checkpoint, unless the job is in the middle of a step or has a checkpoint of this step.
 
-        One that cannot be written is tried again when the next is due. If it ``is_last``, the weights stay in memory, and
-        ``CheckpointError`` is raised, so that the job does not claim what is not there.
+        One that cannot be written is told, and tried again when the next is due. If it ``is_last``, the weights stay in
+        memory, and ``CheckpointError`` is raised, so that the job does not claim what is not there.
         """
         training = run.training
         if training.position.micro or training.position.step in (0, run.milestones.saved_step):

@@ -231,7 +231,7 @@ class _WorkerUnits:
                 memory.prefetch(item)
         missing = sum(item.size_bytes - item.held_bytes() for item in needs)
         label = f"job {mini.work.training.job.name!r}: {task.kind.value} of shard {task.shard}"
-        memory.make_room(missing + transient_bytes, needs, label)
+        memory.make_room(missing + transient_bytes, needs, label, may_exceed=isinstance(mini, WholeBatch))
         for item in needs:
             memory.prefetch(item)
         for item in needs:

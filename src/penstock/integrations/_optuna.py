@@ -266,7 +266,8 @@ def _refuse(study: "Study", num_trials: int, at_once: int, options: Mapping[str,
         raise TypeError(f"leave out `resume`: a search starts a new fleet. To go on with a study, {how}")
     if run_dir is not None and FleetState(Path(run_dir)).exists:
         raise ValueError(
-            f"{run_dir} holds the fleet of an earlier search, and a search starts a new one. To go on with a study, {how}"
+            f"{run_dir} holds the fleet of an earlier search, and each search starts a new one. To go on with a study, "
+            f"{how}"
         )
 
 
