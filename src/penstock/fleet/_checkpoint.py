@@ -59,7 +59,7 @@ def save(run: JobRun, memory: DeviceMemory, folder: Path, *, keep: int) -> Path:
             state = state_of(training, wants_validation=run.milestones.wants_validation)
             for name, tensors in _files(training, memory):
                 save_file(tensors, draft / f"{name}.safetensors")
-            if training.uncut_because:
+            if training.cuts.uncut_because:
                 state["whole"], kept = whole.stored(training.optimizer.master, warns=not training.is_done())
                 save_file(kept, draft / _WHOLE)
             (draft / _STATE).write_text(json.dumps(state))
@@ -84,9 +84,9 @@ def restore(run: JobRun, path: Path, *, warm: bool = False) -> Callable[[], None
         state = read_state(path)
         check_whole(path)
         tensors = TensorFiles(sorted(path.glob("tensors*.safetensors")))
-        if training.uncut_because:  # whoever refers to the tensors must find the values
+        if training.cuts.uncut_because:  # whoever refers to the tensors must find the values
             _fill(training.weights.tensors, tensors)
-        for key, tensor in {} if training.uncut_because else tensors.items():
+        for key, tensor in {} if training.cuts.uncut_because else tensors.items():
             if key in training.weights.originals:
                 training.weights.put(key, _like(tensor, training.weights.originals[key], key))
             elif not key.startswith("constant."):
@@ -221,7 +221,7 @@ def tensors_of(run: JobRun, memory: DeviceMemory) -> dict[str, torch.Tensor]:
 
 def _files(training: JobTraining, memory: DeviceMemory) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
     """Yield names of files and the tensors that belong there, in main memory."""
-    if training.uncut_because:
+    if training.cuts.uncut_because:
         own = {name: part for name, tensor in training.weights.tensors.items() for name, part in _parts(name, tensor)}
         yield "tensors", {name: part.detach().cpu().contiguous().clone() for name, part in own.items()}
     for index, group in enumerate(training.groups):
@@ -295,7 +295,7 @@ def _restore_states(run: JobRun, path: Path) -> None:
     memory = home.memory
     try:
         known = read_state(path).get("whole")
-        if (known is None) is bool(training.uncut_because):
+        if (known is None) is bool(training.cuts.uncut_because):
             raise ValueError("the job was cut when it was written and now is not, or the other way round")
         if known is not None:
             whole.load(training.optimizer.master, known, TensorFiles([path / _WHOLE]))

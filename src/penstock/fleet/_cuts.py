@@ -27,6 +27,8 @@ class Cuts:
     """Programs of one job's model, by the structure of the batch."""
 
     def __init__(self, job: Job, model: nn.Module, weights: Weights, randomness: Randomness):
+        self.uncut_because = ""
+        """Why the job runs uncut, to stand after "because"; empty if it does not."""
         self.tree: Tree | None = None
         """How the model is cut if it could not be traced; it is then run whole."""
         self.ways: dict[tuple[Any, ...], list[Task]] = {}

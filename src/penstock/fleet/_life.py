@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-import torch
-
 from penstock.fleet._job import Job
 from penstock.fleet._pilot import ShardMeasure
 from penstock.fleet._problem import JobCost
@@ -107,8 +105,6 @@ class JobRun:
     """Its arrival, in seconds since the fleet started."""
     since_s: float = 0.0
     """Since when it has been waiting, or has had its device, in seconds since the fleet started."""
-    kept: dict[str, torch.Tensor] | None = None
-    """Its weights when it was over, if no checkpoint of them could be written."""
     plan: JobPlan = field(default_factory=JobPlan)
     milestones: Milestones = field(default_factory=Milestones)
 

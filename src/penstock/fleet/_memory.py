@@ -267,11 +267,9 @@ class DeviceMemory:
                 self.evict(victim)
             elif self._leaving:
                 self._wait_for_oldest()
-            elif may_exceed:
-                self._say_above(size_bytes, why)
-                break
             else:
-                self._refuse(size_bytes, why)
+                self._refuse(size_bytes, why, may_exceed=may_exceed)
+                break
         self.stall_s += time.perf_counter() - start_s
         self.peak_bytes = max(self.peak_bytes, self.held_bytes() + size_bytes)
 
@@ -358,23 +356,21 @@ class DeviceMemory:
             "full or failed. Give more host memory or disk: fleet.run(..., host='64GiB', disk='/nvme')"
         )
 
-    def _say_above(self, size_bytes: int, why: str) -> None:
+    def _refuse(self, size_bytes: int, why: str, *, may_exceed: bool) -> None:
+        held = self.library_bytes + sum(item.held_bytes() for item in self._items)
+        if not may_exceed:
+            raise BudgetError(
+                f"{why} takes {format_bytes(size_bytes)} in addition to the {format_bytes(held)} that it works on, "
+                f"more than the budget of {format_bytes(self.budget_bytes)} on {self.device}; it needs at least "
+                f"{held + size_bytes} bytes"
+            )
         if not self._has_said_above:
             self._has_said_above = True
-            held = self.library_bytes + sum(item.held_bytes() for item in self._items)
             warnings.warn(
                 f"{why} takes {held + size_bytes} bytes together with all that it works on, above the budget of "
-                f"{self.budget_bytes} bytes on {self.device}, because a mini-batch takes another path through the model "
+                f"{self.budget_bytes} bytes on {self.device}: a mini-batch takes another path through the model "
                 "than the first one did. Training goes on above the budget, and this warning is shown once. Give a "
                 "larger budget, or smaller batches: Job(accumulate=4, ...)",
                 BudgetNotKeptWarning,
                 stacklevel=2,
             )
-
-    def _refuse(self, size_bytes: int, why: str) -> None:
-        held = self.library_bytes + sum(item.held_bytes() for item in self._items)
-        raise BudgetError(
-            f"{why} takes {format_bytes(size_bytes)} in addition to the {format_bytes(held)} that it works on, more "
-            f"than the budget of {format_bytes(self.budget_bytes)} on {self.device}; it needs at least "
-            f"{held + size_bytes} bytes"
-        )

@@ -54,8 +54,8 @@ class Preparation:
         resume = engine.upkeep.restore(run)
         leaves, structure = training.feed.peek()
         try:
-            if training.uncut_because:
-                raise CannotBeCut(training.uncut_because)
+            if training.cuts.uncut_because:
+                raise CannotBeCut(training.cuts.uncut_because)
             captured = training.cuts.capture(leaves, structure, training=True)
             run.plan.leaf_bytes = sum(leaf.nbytes for leaf in leaves)
             training.weights.learn(captured.constants)

@@ -163,7 +163,7 @@ class Roster:
             validations=tuple(run.training.history.validations),
             error=run.error,
             seconds_per_step=run.plan.seconds_per_step,
-            weights=run.kept,
+            weights=run.training.history.weights,
             checkpoint=_checkpoint.latest(self._records.folder(run.job)),
         )
 

@@ -21,7 +21,7 @@ from penstock.fleet._open_step import OpenStep
 from penstock.fleet._optimizer import OptimizerStates, ShardedOptimizer
 from penstock.fleet._program import ShardProgram
 from penstock.fleet._random import Randomness
-from penstock.fleet._weights import Weights
+from penstock.fleet._weights import Weights, why_uncut
 from penstock.storages import storage_id
 
 
@@ -33,6 +33,8 @@ class History:
     """Losses, one per optimizer step."""
     validations: list[dict[str, float]] = field(default_factory=list)
     """Validations, each with its step."""
+    weights: dict[str, torch.Tensor] | None = None
+    """The weights of a job that is over, if no checkpoint of them could be written."""
 
 
 class JobTraining:
@@ -56,8 +58,6 @@ class JobTraining:
         self.states = OptimizerStates()
         self.update: Update = job.update
         """Which processor steps the optimizer, as decided so far."""
-        self.uncut_because = ""
-        """Why the job runs uncut, to stand after "because"; empty if it does not."""
 
     def build(self, device: torch.device) -> None:
         """Call the factories, in the order of a training script. Raise what they raise.
@@ -77,8 +77,8 @@ class JobTraining:
         mark = self.randomness.cpu, self.randomness.python, self.randomness.numpy
         with self.randomness.swapped_in():
             self.optimizer = self._make_optimizer()
-        self.uncut_because = self.weights.why_uncut or self.optimizer.why_whole
-        if self.uncut_because and device.type != "cpu":
+        self.cuts.uncut_because = why_uncut(model) or self.optimizer.why_whole
+        if self.cuts.uncut_because and device.type != "cpu":
             model.to(device)
             self.randomness.cpu, self.randomness.python, self.randomness.numpy = mark
             with self.randomness.swapped_in():
@@ -103,10 +103,10 @@ class JobTraining:
         """Turn into a job that runs uncut on ``device``. Nothing of it was trained, and all its groups are gone."""
         self.groups, self.weights.casts = JobGroups(), {}
         self.weights.put_back()
-        if not self.uncut_because:
+        if not self.cuts.uncut_because:
             self.weights.model.to(device)
             self.optimizer.put_back_states(self.weights.parameters)
-        self.uncut_because, self.update = reason, "device"
+        self.cuts.uncut_because, self.update = reason, "device"
 
     def is_done(self) -> bool:
         """Whether the job has done its last step."""

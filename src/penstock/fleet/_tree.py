@@ -154,15 +154,15 @@ def _not_by_itself(
 
 def _names_in_graph(outputs: Sequence[torch.Tensor], names: Mapping[int, str]) -> set[str]:
     """Return the named leaves of autograd's graph of these outputs."""
-    found, waiting, seen = set(), [output.grad_fn for output in outputs], set[Any]()  # any: nodes of autograd's graph
+    leaves, waiting, seen = set(), [output.grad_fn for output in outputs], set[Any]()  # any: nodes of autograd's graph
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        found.add(names.get(id(getattr(node, "variable", None)), ""))
+        leaves.add(names.get(id(getattr(node, "variable", None)), ""))
         waiting += [following for following, _ in node.next_functions]
-    return found - {""}
+    return leaves - {""}
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

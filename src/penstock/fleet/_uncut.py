@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.errors import BudgetError, BudgetNotKeptWarning
 from penstock.fleet._batch import Structure, flatten
@@ -125,7 +124,7 @@ class UncutBatch(MiniBatch):
 
 
 class Uncut:
-    """What a job takes on the device that it has to itself; the `Expected` of its units."""
+    """The bytes of a job on the device that it has to itself; the `Expected` of its units."""
 
     def __init__(self, training: JobTraining, memory: DeviceMemory):
         self._training, self._memory = training, memory
@@ -190,7 +189,7 @@ class Uncut:
         raise BudgetError(
             f"`budget` must be at least {least} ({format_bytes(least)}) for job {self._training.job.name!r}, got "
             f"{format_bytes(self._memory.budget_bytes)}: it takes {format_bytes(needed_bytes)} {when}, and it cannot "
-            f"be cut, because {self._training.uncut_because}. {WHAT_WORKS}"
+            f"be cut, because {self._training.cuts.uncut_because}. {WHAT_WORKS}"
         )
 
 
@@ -207,7 +206,7 @@ def job_bytes(training: JobTraining, device: torch.device) -> int:
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the strided tensors of which a tensor consists."""
-    if is_traceable_wrapper_subclass(tensor):
+    if hasattr(tensor, "__tensor_flatten__"):
         inner = [getattr(tensor, key, None) for key in tensor.__tensor_flatten__()[0]]
         return [part for value in inner if isinstance(value, torch.Tensor) for part in _parts(value)]
     if tensor.layout is torch.sparse_coo:

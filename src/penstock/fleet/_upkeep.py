@@ -73,7 +73,7 @@ class Upkeep:
             _checkpoint.save(run, worker.memory, self._records.folder(run.job), keep=self._keep)
         except CheckpointError as error:
             if is_last:
-                run.kept = _checkpoint.tensors_of(run, worker.memory)
+                training.history.weights = _checkpoint.tensors_of(run, worker.memory)
                 raise CheckpointError(
                     f"{error}. The job ended in step {training.position.step}; its weights are in this process only: "
                     f"results[{run.job.name!r}].model()"

@@ -25,8 +25,6 @@ class Weights:
         self.tensors: dict[str, torch.Tensor] = {**self.parameters, **dict(model.named_buffers())}
         self._job, self._handed = job, handed
         self._refuse_what_is_not_there()
-        self.why_uncut = self._why_uncut()
-        """Why the model cannot be cut, to stand after "because"; empty as far as that is known before it runs."""
         self.originals = {name: tensor.data for name, tensor in self.tensors.items()}
         """Tensors that are in no group yet, as the factory made them."""
         self.names = {id(tensor): name for name, tensor in self.tensors.items()}
@@ -157,17 +155,19 @@ class Weights:
                 "at least one that does"
             )
 
-    def _why_uncut(self) -> str:
-        for name, tensor in self.tensors.items():
-            if tensor.layout is not torch.strided:
-                return f"{name} is a sparse tensor"
-        for name, module in self.model.named_modules():
-            what = f"{name or 'the model'} ({type(module).__name__})"
-            if isinstance(module, torch.jit.ScriptModule):
-                return f"{what} is compiled by TorchScript, whose weights only its own code uses"
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-                return f"{what} makes sparse gradients"
-        return ""
+
+def why_uncut(model: nn.Module) -> str:
+    """Return why a model cannot be cut, to stand after "because"; ``""`` if that is not known before it runs."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout is not torch.strided:
+            return f"{name} is a sparse tensor"
+    for name, module in model.named_modules():
+        what = f"{name or 'the model'} ({type(module).__name__})"
+        if isinstance(module, torch.jit.ScriptModule):
+            return f"{what} is compiled by TorchScript, whose weights only its own code uses"
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            return f"{what} makes sparse gradients"
+    return ""
 
 
 def hollow(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of an optimizer that steps whole: its own ``state_dict``, if that tells all of it."""
+"""Checkpoints of optimizers that step whole: their own ``state_dict``, if that tells all of them."""
 
 import warnings
 from collections.abc import Mapping
