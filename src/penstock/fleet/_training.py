@@ -102,10 +102,11 @@ class JobTraining:
     def stay_uncut(self, reason: str, device: torch.device) -> None:
         """Turn into a job that runs uncut on ``device``. Nothing of it was trained, and all its groups are gone."""
         self.groups, self.weights.casts = JobGroups(), {}
-        self.weights.put_back()
         if not self.cuts.uncut_because:
+            self.weights.put_back()
             self.weights.model.to(device)
             self.optimizer.put_back_states(self.weights.parameters)
+        self.weights.originals = {}  # the model has them, or copies on the device
         self.cuts.uncut_because, self.update = reason, "device"
 
     def is_done(self) -> bool:

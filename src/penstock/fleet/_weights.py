@@ -73,7 +73,7 @@ class Weights:
         """Give the model the tensors of its factory again, because it will not be cut after all."""
         for name, tensor in self.originals.items():
             self.tensors[name].data = tensor
-        self.originals, self._hollow, self._device = {}, {}, None
+        self._hollow, self._device = {}, None
 
     def bind(self, members: Mapping[str, torch.Tensor]) -> None:
         """Bind tensors of the model to these bytes. Those of another dtype stand for their parameters."""
