@@ -192,3 +192,34 @@ def test_validation_and_other_shapes(device):
         optimizer.zero_grad()
         losses.append(loss.item())
     assert equal(result.losses, losses, device)
+
+
+class Signs(torch.optim.Optimizer):
+    """Not PyTorch's: it has state from the beginning, where its parameters are, and looks at all gradients."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1e-3})
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["mean"] = torch.zeros_like(parameter)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        parameters = self.param_groups[0]["params"]
+        largest = torch.stack([parameter.grad.abs().max() for parameter in parameters]).max()
+        for parameter in parameters:
+            mean = self.state[parameter]["mean"].lerp_(parameter.grad / largest, 0.1)
+            parameter.sub_(mean.sign(), alpha=self.param_groups[0]["lr"])
+
+
+def test_jobs_that_are_not_cut_equal_plain_training(device):
+    """Beside jobs that are, and with the budget that a refusal names."""
+    jobs = [job("own", optimizer=Signs), job("cut"), job("again", optimizer=Signs, seed=3, clip_norm=0.5)]
+    expected = {one.name: train_plainly(one, device) for one in jobs}
+    options = {"host": "64MiB", "progress": None}
+    results = fleet.run(jobs, [f"{device}:0"], "64MiB", **options)
+    for one in jobs:
+        assert results[one.name].error is None
+        assert equal(results[one.name].losses, expected[one.name], device)
+    refused = fleet.run(jobs[:1], [f"{device}:0"], "1MiB", **options)["own"]
+    named = int(re.search(r"at least (\d+)", refused.error)[1])
+    assert fleet.run(jobs[:1], [f"{device}:0"], named, **options)["own"].error is None

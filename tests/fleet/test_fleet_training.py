@@ -34,33 +34,11 @@ def by_kind(named_parameters):
     return torch.optim.AdamW([{"params": biases, "weight_decay": 0.0}, {"params": others, "lr": 3e-3}], lr=1e-2)
 
 
-class Eager(torch.optim.Optimizer):
-    """Its state is there before its first step, as that of several optimizers is; Adagrad's up to PyTorch 2.11."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 0.1})
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter] = {"step": torch.tensor(0.0), "sum": torch.full_like(parameter, 0.1)}
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                state["step"] += 1
-                state["sum"].addcmul_(parameter.grad, parameter.grad)
-                parameter.addcdiv_(
-                    parameter.grad, state["sum"].sqrt(), value=-group["lr"] / state["step"].item() ** 0.1
-                )
-
-
 JOBS = {
     "sgd": make_job(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
     "momentum": make_job(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True)),
     "adamw": make_job(),
     "adagrad": make_job(optimizer=lambda parameters: torch.optim.Adagrad(parameters, lr=0.1)),
-    "state from the beginning": make_job(optimizer=Eager),
     "adafactor": make_job(optimizer=lambda parameters: torch.optim.Adafactor(parameters, lr=0.1)),
     "groups": make_job(optimizer=by_kind),
     "accumulation": make_job(accumulate=3, steps=3),

@@ -284,3 +284,13 @@ def test_sizes_that_depend_on_numbers():
         loss=lambda model, x: model(x).square().mean(),
     )
     assert_as_plain(job, train([job], num_devices=1)["whole"])
+
+
+@pytest.mark.filterwarnings("ignore::penstock.errors.BudgetNotKeptWarning")
+@pytest.mark.parametrize("changes", [{"accumulate": 2}, {"clip_norm": 0.5}], ids=str)
+def test_a_named_budget_is_not_refused_again_when_batches_go_other_ways(changes):
+    """Batches after the first may take more: that is told, and no error names another budget."""
+    job = make_job(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), **changes)
+    refused = fleet.run([job], ["cpu"], "1KB", host="64MiB", progress=None)["whole"]
+    named = int(re.search(r"at least (\d+)", refused.error)[1])
+    assert_as_plain(job, fleet.run([job], ["cpu"], named, host="64MiB", progress=None)["whole"])

@@ -42,7 +42,7 @@ FAULTS = {
         "the model does not have",
         0,
     ),
-    "L-BFGS": ({"optimizer": torch.optim.LBFGS}, "L-BFGS", 0),
+    "L-BFGS": ({"optimizer": torch.optim.LBFGS}, "LBFGS needs a closure", 0),
     "a forward that cannot run": (
         {"loss": lambda model, batch: model(*batch, batch)},
         "its loss raises TypeError",

@@ -252,3 +252,14 @@ def test_without_optuna_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ImportError, match=r"penstock\[fleet\]"):
         OptunaStopper(None)
+
+
+def test_a_search_that_was_killed_says_one_way_to_go_on_that_works(tmp_path):
+    study = optuna.create_study()
+    options = {**OPTIONS, "at_once": 1, "devices": ["cpu"]}
+    search(study, lambda trial: job_of("a", 0.1), num_trials=1, run_dir=tmp_path / "1", **options)
+    with pytest.raises(ValueError, match="search again with another run_dir") as refused:
+        search(study, lambda trial: job_of("a", 0.1), num_trials=1, run_dir=tmp_path / "1", **options)
+    assert "resume" not in str(refused.value)
+    search(study, lambda trial: job_of("a", 0.1), num_trials=1, run_dir=tmp_path / "2", **options)
+    assert len(study.trials) == 2

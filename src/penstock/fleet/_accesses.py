@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 
 from penstock.errors import CaptureError
+from penstock.fleet._job import CannotBeCut
 from penstock.storages import id_of, storage_id
 
 
@@ -108,7 +109,7 @@ class Made:
 class Recorder(TorchDispatchMode):
     """A dispatch mode that records the order in which operators use a model's tensors, and the bytes made in between.
 
-    Raises ``CaptureError`` if an operator is about to write to ``parameters``.
+    Raises ``CaptureError`` if an operator is about to write to ``parameters``, and ``CannotBeCut`` at sparse tensors.
     """
 
     def __init__(self, names: Mapping[int, Sequence[str]], parameters: Collection[str]):
@@ -132,6 +133,8 @@ class Recorder(TorchDispatchMode):
                     if name in self._parameters:
                         raise writes_to(name)
         result = func(*args, **(kwargs or {}))
+        if any(tensor.layout is not torch.strided for tensor in (result, *args) if isinstance(tensor, torch.Tensor)):
+            raise CannotBeCut("its forward uses sparse tensors")
         for tensor in tensors_in((result,)):
             storage = tensor.untyped_storage()
             if id_of(storage) not in self._names and id_of(storage) not in self._known and self.uses:

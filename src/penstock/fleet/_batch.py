@@ -28,7 +28,8 @@ def _walk(thing: Any, tensors: list[torch.Tensor]) -> tuple[Callable[[Sequence[t
     if isinstance(thing, torch.Tensor):
         index = len(tensors)
         tensors.append(thing)
-        return lambda tensors: tensors[index], ("tensor", tuple(thing.shape), thing.stride(), str(thing.dtype))
+        layout = thing.stride() if thing.layout is torch.strided else str(thing.layout)
+        return lambda tensors: tensors[index], ("tensor", tuple(thing.shape), layout, str(thing.dtype))
     if isinstance(thing, Mapping):
         keys = list(thing)
         parts = [_walk(thing[key], tensors) for key in keys]

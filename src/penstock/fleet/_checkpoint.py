@@ -8,7 +8,7 @@ renamed. Nothing is ever unpickled. Frozen parameters are not stored: the job's 
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from penstock.checkpoints import DAMAGE, check_whole, decode, drafted, encode, unusable, unwritable
 from penstock.errors import CheckpointError
 from penstock.files import check_is_file, read_json
+from penstock.fleet import _whole_state as whole
 from penstock.fleet._feed import Position
 from penstock.fleet._life import JobRun
 from penstock.fleet._memory import DeviceMemory, Item
@@ -29,6 +30,7 @@ from penstock.tensorfiles import TensorFiles
 
 FORMAT = 1
 _STATE = "state.json"
+_WHOLE = "optimizer.safetensors"
 _COPIES = 5
 """Attempts to copy a checkpoint that may be deleted meanwhile."""
 Json = dict[str, Any]  # any: what JSON holds
@@ -54,15 +56,13 @@ def save(run: JobRun, memory: DeviceMemory, folder: Path, *, keep: int) -> Path:
         for old in parent.glob(".step-*.draft"):  # left by a process that was killed
             shutil.rmtree(old, ignore_errors=True)
         with drafted(target) as draft:
-            for index, group in enumerate(training.groups):
-                if group.kind == "frozen" or group.item is None:
-                    continue
-                _write(draft / f"tensors-{index:05}.safetensors", memory, group.item, group_views(group))
-                packed = training.states.packed.get(group)
-                if packed is not None:
-                    _write(draft / f"optimizer-{index:05}.safetensors", memory, packed.item, packed.views)
-            state = json.dumps(state_of(training, wants_validation=run.milestones.wants_validation))
-            (draft / _STATE).write_text(state)
+            state = state_of(training, wants_validation=run.milestones.wants_validation)
+            for name, tensors in _files(training, memory):
+                save_file(tensors, draft / f"{name}.safetensors")
+            if training.cuts.uncut_because:
+                state["whole"], kept = whole.stored(training.optimizer.master, warns=not training.is_done())
+                save_file(kept, draft / _WHOLE)
+            (draft / _STATE).write_text(json.dumps(state))
         for old in sorted(parent.glob("step-*"))[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError, TypeError) as error:
@@ -83,7 +83,10 @@ def restore(run: JobRun, path: Path, *, warm: bool = False) -> Callable[[], None
     try:
         state = read_state(path)
         check_whole(path)
-        for key, tensor in TensorFiles(sorted(path.glob("tensors-*.safetensors"))).items():
+        tensors = TensorFiles(sorted(path.glob("tensors*.safetensors")))
+        if training.cuts.uncut_because:  # whoever refers to the tensors must find the values
+            _fill(training.weights.tensors, tensors)
+        for key, tensor in {} if training.cuts.uncut_because else tensors.items():
             if key in training.weights.originals:
                 training.weights.put(key, _like(tensor, training.weights.originals[key], key))
             elif not key.startswith("constant."):
@@ -120,15 +123,16 @@ def load_model(path: Path, model: torch.nn.Module) -> torch.nn.Module:
 
     Raises ``CheckpointError`` for files that are damaged or belong to another job.
     """
-    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     check_whole(path)
     try:
-        with torch.no_grad():
-            for key, tensor in TensorFiles(sorted(path.glob("tensors-*.safetensors"))).items():
-                if key in own:
-                    own[key].copy_(_like(tensor, own[key], key))
+        return fill_model(model, TensorFiles(sorted(path.glob("tensors*.safetensors"))))
     except DAMAGE as error:
         raise unusable(path, error) from error
+
+
+def fill_model(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+    """Fill a module that the job's factory made with parameters and buffers, as a checkpoint holds them."""
+    _fill({**dict(model.named_parameters()), **dict(model.named_buffers())}, tensors)
     return model
 
 
@@ -209,15 +213,54 @@ def group_views(group: Any) -> Callable[[list[torch.UntypedStorage]], dict[str, 
     return lambda storages: group.views(storages[0])
 
 
-def _write(
-    path: Path,
-    memory: DeviceMemory,
-    item: Item,
-    views: Callable[[list[torch.UntypedStorage]], dict[str, torch.Tensor]],
-) -> None:
+def tensors_of(run: JobRun, memory: DeviceMemory) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers of a job in main memory, as a checkpoint would hold them."""
+    files = _files(run.training, memory)
+    return {key: tensor for name, tensors in files if name.startswith("tensors") for key, tensor in tensors.items()}
+
+
+def _files(training: JobTraining, memory: DeviceMemory) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """Yield names of files and the tensors that belong there, in main memory."""
+    if training.cuts.uncut_because:
+        own = {name: part for name, tensor in training.weights.tensors.items() for name, part in _parts(name, tensor)}
+        yield "tensors", {name: part.detach().cpu().contiguous().clone() for name, part in own.items()}
+    for index, group in enumerate(training.groups):
+        if group.kind == "frozen" or group.item is None:
+            continue
+        yield f"tensors-{index:05}", _fetched(memory, group.item, group_views(group))
+        packed = training.states.packed.get(group)
+        if packed is not None:
+            yield f"optimizer-{index:05}", _fetched(memory, packed.item, packed.views)
+
+
+def _fetched(
+    memory: DeviceMemory, item: Item, views: Callable[[list[torch.UntypedStorage]], dict[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
     memory.make_room(item.size_bytes - item.held_bytes(), [item], f"a checkpoint of {item.label}")
-    tensors = {key: view.detach().contiguous().cpu() for key, view in views(memory.get(item)).items()}
-    save_file(tensors, path)
+    return {key: view.detach().contiguous().cpu() for key, view in views(memory.get(item)).items()}
+
+
+def _parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what a file holds of a tensor: of a sparse one its values, and in COO their places."""
+    if tensor.layout is torch.strided:
+        yield name, tensor
+        return
+    if tensor.layout is torch.sparse_coo:
+        yield f"{name}//places", tensor._indices()
+    yield f"{name}//values", tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+
+
+@torch.no_grad()
+def _fill(own: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tensor]) -> None:
+    """Copy stored values into the tensors of a model, in place. Those that are not stored stay as they are."""
+    for name, tensor in own.items():
+        if name in stored:
+            tensor.copy_(_like(stored[name], tensor, name))
+        elif f"{name}//places" in stored:
+            places, values = stored[f"{name}//places"], stored[f"{name}//values"]
+            tensor.copy_(torch.sparse_coo_tensor(places, values, tensor.shape, is_coalesced=tensor.is_coalesced()))
+        elif f"{name}//values" in stored:
+            tensor.values().copy_(stored[f"{name}//values"])
 
 
 def _like(tensor: torch.Tensor, own: torch.Tensor, key: str) -> torch.Tensor:
@@ -251,6 +294,11 @@ def _restore_states(run: JobRun, path: Path) -> None:
     assert home is not None
     memory = home.memory
     try:
+        known = read_state(path).get("whole")
+        if (known is None) is bool(training.cuts.uncut_because):
+            raise ValueError("the job was cut when it was written and now is not, or the other way round")
+        if known is not None:
+            whole.load(training.optimizer.master, known, TensorFiles([path / _WHOLE]))
         tensors = dict(TensorFiles(sorted(path.glob("optimizer-*.safetensors"))))
     except DAMAGE as error:
         raise unusable(path, error) from error

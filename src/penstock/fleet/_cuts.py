@@ -10,7 +10,7 @@ from torch import nn
 
 from penstock.errors import CaptureError
 from penstock.fleet._batch import Structure
-from penstock.fleet._job import AUTOCAST_DTYPES, Job
+from penstock.fleet._job import AUTOCAST_DTYPES, CannotBeCut, Job
 from penstock.fleet._problem import Task
 from penstock.fleet._program import CapturedStep, ShardProgram, first_line
 from penstock.fleet._random import Randomness
@@ -27,6 +27,8 @@ class Cuts:
     """Programs of one job's model, by the structure of the batch."""
 
     def __init__(self, job: Job, model: nn.Module, weights: Weights, randomness: Randomness):
+        self.uncut_because = ""
+        """Why the job runs uncut, to stand after "because"; empty if it does not."""
         self.tree: Tree | None = None
         """How the model is cut if it could not be traced; it is then run whole."""
         self.ways: dict[tuple[Any, ...], list[Task]] = {}
@@ -53,8 +55,9 @@ class Cuts:
 
     def capture(self, leaves: list[torch.Tensor], structure: Structure, *, training: bool) -> Cuttable:
         """Return the graph of a step on batches like this one. Raise ``CaptureError`` if there is none."""
-        job = self._job
-        function = self._loss if training else job.metric or self._loss
+        job, function = self._job, self.function(training=training)
+        if any(leaf.layout is not torch.strided for leaf in leaves):
+            raise CannotBeCut("its batches have sparse tensors")
         if not training:
             self._model.eval()
         try:
@@ -70,6 +73,10 @@ class Cuts:
                     return self._trace(function, leaves, structure, trains=training)
         finally:
             self._set_modes()
+
+    def function(self, *, training: bool) -> Callable[[Any, Any], Any]:
+        """Return the function of model and batch that a step calls, or a validation."""
+        return self._loss if training else self._job.metric or self._loss
 
     def cut(self, captured: Cuttable, structure: Structure, ends: tuple[int, ...]) -> ShardProgram:
         """Cut the model after these atoms. The cut holds until the model is cut again."""
@@ -106,12 +113,31 @@ class Cuts:
                 raise
             try:
                 self.tree = Tree(model, function, leaves, structure, names)
+            except CannotBeCut:
+                raise
+            except CaptureError as error:
+                raise CaptureError(f"job {self._job.name!r}: {error} (and {refused})") from error
             except Exception as error:  # a user's forward may raise anything
-                raise CaptureError(
-                    f"job {self._job.name!r}: its loss raises {first_line(error)} on the first batch, as it would "
-                    f"without a fleet (and {refused})"
-                ) from error
+                self._refuse_if_plain_fails(function, leaves, structure, refused)
+                raise CannotBeCut(f"its loss raises {first_line(error)} where a fleet watches it") from error
             return self.tree
+
+    def _refuse_if_plain_fails(
+        self,
+        function: Callable[[Any, Any], Any],
+        leaves: list[torch.Tensor],
+        structure: Structure,
+        refused: CaptureError,
+    ) -> None:
+        """Raise ``CaptureError`` if the first batch fails in the model's own code, watched by nobody."""
+        try:
+            with unchanged(self._model):
+                function(self._model, structure.rebuild([leaf.clone() for leaf in leaves]))
+        except Exception as error:
+            raise CaptureError(
+                f"job {self._job.name!r}: its loss raises {first_line(error)} on the first batch, as it does without "
+                f"a fleet (and {refused})"
+            ) from error
 
     def _loss(self, model: Any, batch: Any) -> torch.Tensor:  # any: a module or its stand-in, and what data yields
         loss = self._job.loss(model, batch)

@@ -130,7 +130,12 @@ class Engine:
     def _choose(self, worker: Worker, own: JobRun | None) -> JobRun | None:
         if self.is_stopping:
             return None
-        waiting = {run.place: run for run in self.runs if run is not own and self._may_take(run, worker)}
+        lone = next((run for run in self.runs if run.home is worker and run.has_device_alone()), None)
+        waiting = {
+            run.place: run
+            for run in self.runs
+            if run is not own and lone in (None, run) and self._may_take(run, worker)
+        }
         now_s, fleet_s = self.now_s, self._fleet_s()
         at_hand = None
         if own is not None:
@@ -172,8 +177,8 @@ class Engine:
             return run.home in (None, worker)
         if run.state not in (JobState.PENDING, JobState.RUNNING) or run.wanted is not None:
             return False
-        if run.home is None or run.home is worker:
-            return True
+        if run.home is None or run.home is worker or run.has_device_alone():
+            return run.home in (None, worker)
         return all(item.is_settled for item in run.training.items()) and all(
             group.item is None or self.frozen.is_on(group.item, worker.index) or group.item.is_settled
             for group in run.training.groups

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from penstock.fleet._groups import Group
+from penstock.fleet._job import CannotBeCut
 from penstock.fleet._packed import Packed
 from penstock.fleet._stepper import Stepper
 from penstock.fleet._work import Work
@@ -103,6 +104,8 @@ class Gradients:
             leaf = weights.current(name)
             gradient = leaf.grad if leaf is weights.tensors[name] else self._widened(group, name, leaf)
             if gradient is not None:
+                if gradient.layout is not torch.strided:
+                    raise CannotBeCut(f"the gradient of {name} is sparse")
                 gradients[name] = gradient
         return gradients
 

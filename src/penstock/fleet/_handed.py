@@ -27,8 +27,10 @@ def own_model(box: list[nn.Module], job: str) -> nn.Module:
     """
     # Not copied without need: that would double the memory of every model while it is made. Two jobs that trained one
     # module crashed PyTorch.
+    # Who holds TorchScript's modules cannot be counted: they and their tensors are in C++.
+    is_compiled = any(isinstance(module, torch.jit.ScriptModule) for module in box[0].modules())
     shared = held_elsewhere(box)
-    if shared is None:
+    if shared is None and not is_compiled:
         return box.pop()
     what = "a module that" if not shared else f"a module whose part {shared!r}"
     advice = "model=lambda: copy.deepcopy(module), or a factory that creates a new one"
@@ -40,6 +42,11 @@ def own_model(box: list[nn.Module], job: str) -> nn.Module:
             f"({type(error).__name__}: {error}). Its bytes leave the device while other jobs train, so each call of "
             "model() must return a new module"
         ) from error
+    for parameter in own.parameters() if is_compiled else ():
+        if not parameter.is_leaf:  # copies of TorchScript's parameters are results of clone()
+            parameter.detach_().requires_grad_()
+    if is_compiled:
+        return own
     warnings.warn(
         f"job {job!r}: model() returned {what} is also referenced elsewhere. The fleet trains a copy and leaves the "
         f"original unchanged. To avoid this warning: {advice}",

@@ -32,6 +32,10 @@ It calls the model once: ``lambda model, batch: model(**batch).loss``.
 AUTOCAST_DTYPES: dict[Precision, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+class CannotBeCut(Exception):
+    """A job turns out to be one that must run uncut. The text is the reason, to stand after "because"."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One model to train. Factories build everything, so that the fleet decides when and where.
@@ -79,7 +83,10 @@ class Job:
     ``None``: the loss.
     """
     lr_scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
-    """A factory of the learning-rate scheduler, which is stepped after every optimizer step."""
+    """A factory of the learning-rate scheduler, which is stepped after every optimizer step.
+
+    ``ReduceLROnPlateau`` is stepped after every validation, with its ``"loss"`` or its one metric.
+    """
     accumulate: int = 1
     """Batches per optimizer step; each loss is divided by this number.
 
@@ -96,6 +103,12 @@ class Job:
     then never cross the link, which carries 12 bytes per parameter and step instead of 28, or of 40 with clipping
     (AdamW, float32, nothing resident). Another processor rounds differently, so that results agree with plain PyTorch
     within rounding, not bit for bit. ``"auto"``: the host where it is faster, as measured in the first steps.
+    """
+    separable: bool = False
+    """Your word that the optimizer updates each parameter from its own gradient, state and group alone.
+
+    PyTorch's do. A job with any other optimizer, or with hooks on its steps, runs uncut: the optimizer steps once,
+    whole, and the job has a device to itself until it is over. With your word, which is checked once, it is cut.
     """
     stages: Callable[[nn.Module], Sequence[Callable[..., Any]]] | None = None
     """A function that cuts the model by hand into layers, in order. Each takes the result of the previous one.
@@ -142,7 +155,7 @@ class Job:
         return replace(self, **changes)
 
     @checked("job.make_optimizer(list(model.named_parameters()))")
-    def make_optimizer(self, named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    def make_optimizer(self, named: list[tuple[str, torch.Tensor]]) -> torch.optim.Optimizer:
         """Call the optimizer's factory with parameters or named parameters, whichever it takes."""
         if not named:
             raise ValueError("`named` must have a parameter: job.make_optimizer(list(model.named_parameters()))")

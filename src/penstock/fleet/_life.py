@@ -10,6 +10,7 @@ from penstock.fleet._pilot import ShardMeasure
 from penstock.fleet._problem import JobCost
 from penstock.fleet._schedulers import Progress
 from penstock.fleet._training import JobTraining
+from penstock.fleet._uncut import Uncut
 from penstock.fleet._ways import Ways
 from penstock.fleet._worker import Worker
 
@@ -54,6 +55,8 @@ class JobPlan:
     """Measures of all shapes of batch so far."""
     ways: Ways = field(default_factory=Ways)
     """Measurements of its mini-batches, if the model is run whole."""
+    uncut: Uncut | None = None
+    """The job's own loop, if the job is not cut. It then has a device to itself until it is over."""
     saves: list[bool] = field(default_factory=list)
     """Per shard, whether backward uses what forward saved."""
     is_vertical: bool = False
@@ -116,6 +119,10 @@ class JobRun:
         if not self.is_prepared:
             return 0
         return sum(2 * shard.parameter_bytes + shard.state_bytes for shard in self.plan.measures)
+
+    def has_device_alone(self) -> bool:
+        """Whether no other job may take its device before it is over."""
+        return self.plan.uncut is not None and not self.state.is_over
 
     def cost(self) -> JobCost:
         """Return the job's cost for schedulers and simulations. The job must be prepared."""

@@ -12,6 +12,7 @@ Belongs to the device's thread. The counted bytes are those of every storage tha
 import math
 import sys
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from penstock.devices import backend_of
-from penstock.errors import BudgetError
+from penstock.errors import BudgetError, BudgetNotKeptWarning
 from penstock.storages import id_of
 from penstock.tiers import Handle, HandleState, Waterfall
 from penstock.units import format_bytes
@@ -160,6 +161,7 @@ class DeviceMemory:
         """Steps on the host, if the device is an accelerator."""
         self._items: dict[Item, None] = {}  # those with bytes on the device
         self._leaving: dict[Item, None] = {}
+        self._has_said_above = False
 
     def held_bytes(self) -> int:
         """Return the bytes of all items on the device or being copied out or in, plus what libraries keep."""
@@ -252,10 +254,10 @@ class DeviceMemory:
         item.storages = None
         self._leaving[item] = None
 
-    def make_room(self, size_bytes: int, pinned: Iterable[Item], why: str) -> None:
+    def make_room(self, size_bytes: int, pinned: Iterable[Item], why: str, *, may_exceed: bool = False) -> None:
         """Wait until ``size_bytes`` more fit the budget next to ``pinned``.
 
-        Raises ``BudgetError`` if they never can.
+        If they never can, raises ``BudgetError``, or goes on above the budget with a warning (``may_exceed``).
         """
         pinned = set(pinned)
         start_s = time.perf_counter()
@@ -266,7 +268,8 @@ class DeviceMemory:
             elif self._leaving:
                 self._wait_for_oldest()
             else:
-                self._refuse(size_bytes, why)
+                self._refuse(size_bytes, why, may_exceed=may_exceed)
+                break
         self.stall_s += time.perf_counter() - start_s
         self.peak_bytes = max(self.peak_bytes, self.held_bytes() + size_bytes)
 
@@ -353,10 +356,21 @@ class DeviceMemory:
             "full or failed. Give more host memory or disk: fleet.run(..., host='64GiB', disk='/nvme')"
         )
 
-    def _refuse(self, size_bytes: int, why: str) -> None:
+    def _refuse(self, size_bytes: int, why: str, *, may_exceed: bool) -> None:
         held = self.library_bytes + sum(item.held_bytes() for item in self._items)
-        raise BudgetError(
-            f"{why} takes {format_bytes(size_bytes)} in addition to the {format_bytes(held)} that it works on, more "
-            f"than the budget of {format_bytes(self.budget_bytes)} on {self.device}; it needs at least "
-            f"{held + size_bytes} bytes"
-        )
+        if not may_exceed:
+            raise BudgetError(
+                f"{why} takes {format_bytes(size_bytes)} in addition to the {format_bytes(held)} that it works on, "
+                f"more than the budget of {format_bytes(self.budget_bytes)} on {self.device}; it needs at least "
+                f"{held + size_bytes} bytes"
+            )
+        if not self._has_said_above:
+            self._has_said_above = True
+            warnings.warn(
+                f"{why} takes {held + size_bytes} bytes together with all that it works on, above the budget of "
+                f"{self.budget_bytes} bytes on {self.device}: a mini-batch takes another path through the model "
+                "than the first one did. Training goes on above the budget, and this warning is shown once. Give a "
+                "larger budget, or smaller batches: Job(accumulate=4, ...)",
+                BudgetNotKeptWarning,
+                stacklevel=2,
+            )

@@ -5,15 +5,30 @@ allocates and frees: that time is left out. A unit's peak starts from the bytes 
 item on the device counts. Blocks that the fleet fetched do not belong to the unit, no matter what frees them.
 """
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
+
 from penstock.devices import PeakWatch, backend_of
 from penstock.fleet._accesses import Made
 from penstock.fleet._memory import DeviceMemory
-from penstock.probe import record_memory
+from penstock.probe import MemoryRecording, can_record, record_memory
+
+_alone = threading.Lock()
+
+
+@contextmanager
+def recorded(device: torch.device) -> Iterator[MemoryRecording]:
+    """Record the memory of what this thread does on ``device``.
+
+    Where PyTorch's profiler has to record, of which the process can have one, others wait.
+    """
+    with nullcontext() if can_record(device) else _alone, record_memory(device, this_thread_only=True) as recording:
+        yield recording
 
 
 class UnitMeter:
@@ -41,7 +56,7 @@ class UnitMeter:
             items_bytes = self._memory.held_bytes()  # first: it frees what has left
             self._others_bytes = self._allocator.allocated_bytes() - items_bytes
         watching = nullcontext() if self._allocator is None else self._allocator.watching()
-        with record_memory(self._memory.device, this_thread_only=True) as recording, watching as self._watch:
+        with recorded(self._memory.device) as recording, watching as self._watch:
             yield
         if self._allocator is None:
             self._read(recording.blocks)

@@ -6,7 +6,6 @@ numbers and the position in the data are as before. Shards that compute the same
 the largest figures of any of them.
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from penstock.fleet._cut import CutBatch, CutBatches
 from penstock.fleet._groups import Group
 from penstock.fleet._halves import drop_twin
 from penstock.fleet._memory import DeviceMemory
-from penstock.fleet._meter import UnitMeter
+from penstock.fleet._meter import UnitMeter, recorded
 from penstock.fleet._packed import Packed
 from penstock.fleet._problem import ShardCost, UnitKind
 from penstock.fleet._program import BATCH, ShardProgram
@@ -33,7 +32,6 @@ from penstock.fleet._tree import unchanged
 from penstock.fleet._units import MiniBatch
 from penstock.fleet._whole import WholeBatch
 from penstock.fleet._work import Behaviour, Work
-from penstock.probe import record_memory
 from penstock.tiers import gate
 
 _SLACK_BYTES = 64 * 1024
@@ -150,7 +148,7 @@ def measure(
 
 
 class Pilots:
-    """The pilot runs of a fleet, one at a time, and the settings by which jobs are cut.
+    """The pilot runs of a fleet, and the settings by which jobs are cut.
 
     ``recompute`` and ``vertical`` are those of `Ablation`. ``lane_rate`` returns the bytes per second out of a device
     and back.
@@ -167,8 +165,6 @@ class Pilots:
         self.budget_bytes, self.recompute, self.vertical, self.lane_rate = budget_bytes, recompute, vertical, lane_rate
         self.end_jobs = False
         """Whether jobs end as soon as their shards are measured."""
-        self.lock = threading.Lock()
-        """A lock that is held while memory is measured."""
         self._known: dict[tuple[Any, ...], ShardMeasure] = {}
 
     def measure(
@@ -180,8 +176,7 @@ class Pilots:
         structure: Structure,
     ) -> list[ShardMeasure]:
         """Measure every shard that is not known yet. Raise ``BudgetError`` if one cannot run within the budget."""
-        with self.lock:
-            return measure(training, memory, program, leaves, structure, self._known)
+        return measure(training, memory, program, leaves, structure, self._known)
 
 
 def _learn_casts(training: JobTraining, memory: DeviceMemory, names: Sequence[str], casts: Sequence[bool]) -> None:
@@ -494,7 +489,7 @@ def _measured(device: torch.device, run: Callable[[], None]) -> tuple[float, int
 
     Raises ``BudgetError`` if memory ran out.
     """
-    with _out_of_memory_said(device), gate.computing(), record_memory(device, this_thread_only=True) as recording:
+    with _out_of_memory_said(device), gate.computing(), recorded(device) as recording:
         start_s = time.perf_counter()
         run()
         backend_of(device).finish()

@@ -12,10 +12,13 @@ from penstock.fleet._cuts import Cuttable
 from penstock.fleet._devices import free_bytes
 from penstock.fleet._engine import Engine
 from penstock.fleet._groups import content_key
+from penstock.fleet._job import CannotBeCut
 from penstock.fleet._life import JobRun, JobState
+from penstock.fleet._optimizer import WHAT_WORKS
 from penstock.fleet._partition import AtomCost, PartitionProblem, largest_atom_bytes, merged, partition
 from penstock.fleet._pilot import ShardMeasure, required_bytes
 from penstock.fleet._program import ShardProgram
+from penstock.fleet._uncut import Uncut
 from penstock.fleet._vertical import is_cheaper, is_possible, parked_bytes
 from penstock.fleet._worker import Worker
 from penstock.tiers import gate, trim_freed_memory
@@ -44,23 +47,43 @@ class Preparation:
         with engine.condition:
             run.state, run.milestones.started_s = JobState.RUNNING, time.time()
             run.home = self.worker
-        training.build()
+        training.build(self.worker.device)
         if self.worker.memory.host is None:
             training.update = "device"
         engine.readers.add(run.job.name, training.feed)
         resume = engine.upkeep.restore(run)
         leaves, structure = training.feed.peek()
-        run.plan.leaf_bytes = sum(leaf.nbytes for leaf in leaves)
-        captured = training.cuts.capture(leaves, structure, training=True)
-        training.weights.learn(captured.constants)
-        self._cut(captured, leaves, structure)
-        training.weights.let_originals_go()
+        try:
+            if training.cuts.uncut_because:
+                raise CannotBeCut(training.cuts.uncut_because)
+            captured = training.cuts.capture(leaves, structure, training=True)
+            run.plan.leaf_bytes = sum(leaf.nbytes for leaf in leaves)
+            training.weights.learn(captured.constants)
+            self._cut(captured, leaves, structure)
+            training.weights.let_originals_go()
+        except CannotBeCut as reason:
+            self._stay_uncut(str(reason))
         if resume is not None:
             resume()
         run.plan.num_steps = training.feed.count_steps()
         trim_freed_memory()  # a model was made and traced; otherwise a dozen prepared jobs hold gigabytes of fragments
         with engine.condition:
             run.plan.is_ready = True
+
+    def _stay_uncut(self, reason: str) -> None:
+        """Prepare the job to run in its own loop. Raise ``TypeError`` if it asks for more than that."""
+        run, training, job = self.run_of, self.run_of.training, self.run_of.job
+        if job.stages is not None:
+            raise TypeError(f"job {job.name!r} asks for stages=, but it cannot be cut, because {reason}. {WHAT_WORKS}")
+        if job.update == "host":
+            raise TypeError(
+                f"job {job.name!r} asks for update='host', but it cannot be cut, because {reason}. {WHAT_WORKS}"
+            )
+        if self.engine.pilots.end_jobs:
+            raise TypeError(f"its costs are not known before it trains: it cannot be cut, because {reason}")
+        self._take_away()
+        training.stay_uncut(reason, self.worker.device)
+        run.plan.uncut = Uncut(training, self.worker.memory)
 
     def place_constants(self) -> None:
         """Put the constants of a new graph into a group of their own."""

@@ -22,6 +22,7 @@ from torch import fx, nn
 
 from penstock.errors import CaptureError
 from penstock.fleet._batch import Structure, flatten
+from penstock.fleet._job import CannotBeCut
 from penstock.storages import storage_id
 
 BATCH = "batch."
@@ -113,7 +114,8 @@ class CapturedStep:
     ``names`` maps the ``id`` of parameters and buffers to their names. Constants of the graph are added to
     ``constants``, with ``number`` in their names, so that the names differ between the graphs of a job.
 
-    Raises ``CaptureError`` if the model cannot be traced, or if a trace would lose its derivatives (``trains``).
+    Raises ``CaptureError`` if the model cannot be traced, or if a trace would lose its derivatives (``trains``), and
+    ``CannotBeCut`` if it cannot be cut either.
     """
 
     def __init__(
@@ -149,6 +151,8 @@ class CapturedStep:
             raise CaptureError(
                 f"{type(model).__name__} cannot be traced: sizes of its tensors depend on values of tensors"
             )
+        if any(tensor.layout is not torch.strided for node in exported.graph.nodes for tensor in _tensors_of(node)):
+            raise CannotBeCut("its forward uses sparse tensors")
         self.result = results[-1]
         self.constants: dict[str, torch.Tensor] = {}
         self._graph = exported.graph

@@ -1,16 +1,18 @@
 """Results of a fleet."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+import torch
 from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
 from penstock.arguments import checked
-from penstock.fleet._checkpoint import latest, load_model, read_state
+from penstock.fleet._checkpoint import fill_model, latest, load_model, read_state
 from penstock.fleet._job import Job
 from penstock.fleet._life import JobState
 from penstock.fleet._random import Randomness
@@ -74,6 +76,8 @@ class JobResult:
     """Seconds of a step's units, on one device."""
     checkpoint: Path | None
     """Folder of the last checkpoint; ``None`` if there is none."""
+    weights: Mapping[str, torch.Tensor] | None = field(default=None, repr=False, compare=False)
+    """The trained tensors in main memory, if the last checkpoint could not be written; ``None`` if they are there."""
     keeps: object = field(default=None, repr=False, compare=False)
     """An object that lives as long as the result, so that a temporary folder does, too."""
 
@@ -87,10 +91,13 @@ class JobResult:
 
         Raises ``ValueError`` if there is no checkpoint, and ``CheckpointError`` if it cannot be used.
         """
-        if self.checkpoint is None:
+        if self.checkpoint is None and self.weights is None:
             raise ValueError(f"job {self.name!r} is {self.state.value} and has no checkpoint to load: {self.error}")
         with Randomness(self.job.seed).swapped_in():
             model = self.job.model()
+        if self.weights is not None:
+            return fill_model(model, self.weights)
+        assert self.checkpoint is not None
         return load_model(self.checkpoint, model)
 
     def value(self, metric: str) -> float | None:
@@ -127,10 +134,21 @@ class Results(Mapping[str, JobResult]):
 
     @checked("results.best('loss', mode='min')")
     def best(self, metric: str = "loss", mode: Literal["min", "max"] = "min") -> JobResult:
-        """Return the job with the smallest or largest last ``metric``. Raise ``ValueError`` if no job has it."""
-        known = [(value, result) for result in self._results.values() if (value := result.value(metric)) is not None]
+        """Return the job with the smallest or largest last ``metric``. Raise ``ValueError`` if no job has it.
+
+        Jobs that failed are left out, and those whose metric is not a number.
+        """
+        known = [
+            (value, result)
+            for result in self._results.values()
+            if result.state is not JobState.FAILED
+            and (value := result.value(metric)) is not None
+            and not math.isnan(value)
+        ]
         if not known:
-            raise ValueError(f"no job has a metric {metric!r}; give jobs validation= and metric=")
+            raise ValueError(
+                f"no job that did not fail has a metric {metric!r} that is a number; give jobs validation= and metric="
+            )
         pick = min if mode == "min" else max
         return pick(known, key=lambda pair: pair[0])[1]
 

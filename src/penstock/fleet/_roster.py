@@ -27,14 +27,14 @@ class Roster:
     def __init__(self, engine: Engine, records: Records, *, resume: bool):
         self.known: dict[str, JobRow] = {}
         """Jobs of an earlier process, by name."""
-        self._engine, self._records, self._resume = engine, records, resume
+        self._engine, self._records, self.resumes = engine, records, resume
         self._sources: dict[str, JobSource] = {}
         self._over: dict[str, JobResult] = {}
         self._num_places = 0
 
     def recall(self, state: FleetState) -> None:
         """Read what an earlier process knew about its jobs, if the fleet resumes."""
-        if self._resume:
+        if self.resumes:
             self.known = {row.name: row for row in state.jobs()}
 
     def __contains__(self, name: object) -> bool:
@@ -52,7 +52,7 @@ class Roster:
             if source is not None:
                 self._sources[job.name] = source
             known = self.known.get(job.name)
-            if not self._resume and _checkpoint.latest(folder) is not None:
+            if not self.resumes and _checkpoint.latest(folder) is not None:
                 raise ValueError(
                     f"{folder} already holds checkpoints of a job with this name; continue from them with "
                     "fleet.run(..., resume=True), or give another run_dir"
@@ -163,6 +163,7 @@ class Roster:
             validations=tuple(run.training.history.validations),
             error=run.error,
             seconds_per_step=run.plan.seconds_per_step,
+            weights=run.training.history.weights,
             checkpoint=_checkpoint.latest(self._records.folder(run.job)),
         )
 

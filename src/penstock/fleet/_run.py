@@ -174,7 +174,7 @@ class Fleet:
             stack.callback(self._charges.give_back)
             stack.callback(_close, [worker.memory.waterfall for worker in self._engine.workers])
             self._charges.enter(Footprint(step_bytes=max(sizes), runs_beside=True))
-            self.state.create()
+            self.state.create(resume=self._roster.resumes)
             self._roster.recall(self.state)
             sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
             self._session.started_s = time.time()
@@ -342,7 +342,6 @@ def _workers(
             num_threads=devices[index].threads or 1,
             turns=turns,
             double_buffer=ablation.double_buffer,
-            measuring=engine.pilots.lock,
             verifies=verify,
         )
         worker.keeper = keeper if places[index].type == "cpu" else None

@@ -32,6 +32,7 @@ _COLUMNS = (
     "name", "place", "state", "step", "num_steps", "epoch", "loss", "validation", "device", "seconds_per_step", "error",
     "tags", "source", "updated_s",
 )  # fmt: skip
+_SET = "INSERT OR REPLACE INTO fleet (key, value) VALUES (?, ?)"
 _AS_JSON = ("validation", "tags", "source")
 ALIVE_S = 10.0
 """Seconds without a write after which a fleet counts as not running."""
@@ -127,52 +128,60 @@ class FleetState:
         if not self.path.is_file():
             return False
         with self._open() as database:
-            names = database.execute("SELECT name FROM sqlite_master WHERE name = 'fleet'").fetchall()
-        return bool(names)
+            return _has_fleet(database)
 
-    def create(self) -> None:
-        """Create missing tables, and note that this process runs the fleet."""
+    def create(self, *, resume: bool = False) -> None:
+        """Create missing tables, and note that this process runs the fleet. Raise as `refuse_strangers` does."""
+        with self._open() as database:
+            # One transaction, so that of two processes that come at once the second sees the first.
+            database.execute("BEGIN IMMEDIATE")
+            self._refuse_strangers(database, resume=resume)
+            for statement in _SCHEMA.split(";"):
+                database.execute(statement)
+            database.execute("UPDATE commands SET answer = 'the fleet had ended' WHERE answer IS NULL")
+            self._say_alive(database)
         with self._open() as database:
             database.execute("PRAGMA journal_mode=WAL")
-            database.executescript(_SCHEMA)
-            database.execute("UPDATE commands SET answer = 'the fleet had ended' WHERE answer IS NULL")
-        self.say_alive()
 
     def say_alive(self) -> None:
         """Write this process and the current time."""
-        self._set("host", socket.gethostname())
-        self._set("pid", str(os.getpid()))
-        self._set("alive_s", repr(time.time()))
+        with self._open() as database:
+            self._say_alive(database)
+
+    def _say_alive(self, database: sqlite3.Connection) -> None:
+        values = {"host": socket.gethostname(), "pid": str(os.getpid()), "alive_s": repr(time.time())}
+        database.executemany(_SET, values.items())
 
     def say_ended(self) -> None:
         """Note that no process runs the fleet any more."""
-        self._set("alive_s", "0")
+        with self._open() as database:
+            database.execute(_SET, ("alive_s", "0"))
 
     def refuse_strangers(self, *, resume: bool) -> None:
         """Raise ``ValueError`` if the folder holds another fleet, or one that is running now.
 
         With ``resume`` it may hold a fleet that is not running.
         """
+        if self.path.is_file():
+            with self._open() as database:
+                self._refuse_strangers(database, resume=resume)
+
+    def _refuse_strangers(self, database: sqlite3.Connection, *, resume: bool) -> None:
         folder = self.path.parent
-        if self.exists and not resume:
+        if not _has_fleet(database):
+            return
+        if not resume:
             raise ValueError(
                 f"{folder} already holds a fleet; continue it with fleet.run(..., resume=True), or give another run_dir"
             )
-        if self.exists and self.is_alive:
+        if _is_alive(database):
             raise ValueError(f"a process is running the fleet in {folder}; `penstock fleet ps {folder}` shows it")
 
     @property
     def is_alive(self) -> bool:
         """Whether a process runs the fleet now."""
         with self._open() as database:
-            values = dict(database.execute("SELECT key, value FROM fleet").fetchall())
-        try:
-            alive_s, pid = float(values.get("alive_s", "0")), int(values.get("pid", "0"))
-        except (TypeError, ValueError):
-            return False  # a running fleet writes numbers
-        if not abs(time.time() - alive_s) <= ALIVE_S:
-            return False
-        return values.get("host") != socket.gethostname() or Path(f"/proc/{pid}").exists()
+            return _is_alive(database)
 
     def write(self, rows: list[JobRow]) -> None:
         """Replace the rows of these jobs."""
@@ -241,10 +250,6 @@ class FleetState:
                 return None
             time.sleep(0.05)
 
-    def _set(self, key: str, value: str) -> None:
-        with self._open() as database:
-            database.execute("INSERT OR REPLACE INTO fleet (key, value) VALUES (?, ?)", (key, value))
-
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
         try:
@@ -254,3 +259,18 @@ class FleetState:
             raise FleetStateError(
                 f"{self.path} cannot be used: {error}. It must be on a local disk with space left; give another run_dir"
             ) from error
+
+
+def _has_fleet(database: sqlite3.Connection) -> bool:
+    return bool(database.execute("SELECT name FROM sqlite_master WHERE name = 'fleet'").fetchall())
+
+
+def _is_alive(database: sqlite3.Connection) -> bool:
+    values = dict(database.execute("SELECT key, value FROM fleet").fetchall())
+    try:
+        alive_s, pid = float(values.get("alive_s", "0")), int(values.get("pid", "0"))
+    except (TypeError, ValueError):
+        return False  # a running fleet writes numbers
+    if not abs(time.time() - alive_s) <= ALIVE_S:
+        return False
+    return values.get("host") != socket.gethostname() or Path(f"/proc/{pid}").exists()

@@ -28,7 +28,11 @@ class Stepper:
             inverse = torch.tensor(training.open_step.scale.value, dtype=torch.float64).reciprocal().float().item()
             for gradient in gradients.values():
                 gradient.mul_(inverse)
-            finite = [gradient.isfinite().all() for gradient in gradients.values()]
+            dense = [
+                gradient._values() if gradient.is_sparse else gradient  # type: ignore[no-untyped-call]
+                for gradient in gradients.values()
+            ]
+            finite = [gradient.isfinite().all() for gradient in dense]
             if finite and not torch.stack(finite).all():  # the host asks the device only once
                 training.open_step.is_finite = False
         if training.job.clip_norm is not None and gradients:

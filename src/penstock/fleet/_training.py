@@ -21,7 +21,7 @@ from penstock.fleet._open_step import OpenStep
 from penstock.fleet._optimizer import OptimizerStates, ShardedOptimizer
 from penstock.fleet._program import ShardProgram
 from penstock.fleet._random import Randomness
-from penstock.fleet._weights import Weights
+from penstock.fleet._weights import Weights, why_uncut
 from penstock.storages import storage_id
 
 
@@ -33,6 +33,8 @@ class History:
     """Losses, one per optimizer step."""
     validations: list[dict[str, float]] = field(default_factory=list)
     """Validations, each with its step."""
+    weights: dict[str, torch.Tensor] | None = None
+    """The weights of a job that is over, if no checkpoint of them could be written."""
 
 
 class JobTraining:
@@ -57,26 +59,55 @@ class JobTraining:
         self.update: Update = job.update
         """Which processor steps the optimizer, as decided so far."""
 
-    def build(self) -> None:
-        """Call the factories, in the order of a training script. Raise what they raise."""
+    def build(self, device: torch.device) -> None:
+        """Call the factories, in the order of a training script. Raise what they raise.
+
+        ``device`` is where a job that cannot be cut will train. Its optimizer is made there.
+        """
         job = self.job
         with self.randomness.swapped_in():
             box = [job.model()]
             if not isinstance(box[0], nn.Module):
                 raise TypeError(f"job {job.name!r}: model() must return an nn.Module, got {type(box[0]).__name__}")
             model = own_model(box, job.name)
-            handed = (storage_id(tensor) for module in box for tensor in module.state_dict().values())
+            held = (tensor for module in box for tensor in module.state_dict().values())
+            handed = (storage_id(tensor) for tensor in held if tensor.layout is torch.strided)
             self.weights = Weights(model, job.name, frozenset(handed))
             self.cuts = Cuts(job, model, self.weights, self.randomness)
-            parameters = self.weights.parameters
-            self.optimizer = ShardedOptimizer(
-                job.make_optimizer(list(parameters.items())),
-                {id(parameter): name for name, parameter in parameters.items()},
-                job.lr_scheduler,
-            )
+        mark = self.randomness.cpu, self.randomness.python, self.randomness.numpy
+        with self.randomness.swapped_in():
+            self.optimizer = self._make_optimizer()
+        self.cuts.uncut_because = why_uncut(model) or self.optimizer.why_whole
+        if self.cuts.uncut_because and device.type != "cpu":
+            model.to(device)
+            self.randomness.cpu, self.randomness.python, self.randomness.numpy = mark
+            with self.randomness.swapped_in():
+                self.optimizer = self._make_optimizer()
+        with self.randomness.swapped_in():
             data = job.data()
             validation = None if job.validation is None else job.validation()
+            if validation is None and self.optimizer.waits_for_metric:
+                raise ValueError(
+                    f"job {job.name!r}: ReduceLROnPlateau takes a metric, so lr_scheduler= needs validation data: "
+                    "validation=lambda: batches"
+                )
             self.feed = Feed(job, data, validation, self.randomness, self.position)
+
+    def _make_optimizer(self) -> ShardedOptimizer:
+        job, parameters = self.job, self.weights.parameters
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        optimizer = job.make_optimizer(list(parameters.items()))
+        return ShardedOptimizer(optimizer, names, job.lr_scheduler, separable=job.separable)
+
+    def stay_uncut(self, reason: str, device: torch.device) -> None:
+        """Turn into a job that runs uncut on ``device``. Nothing of it was trained, and all its groups are gone."""
+        self.groups, self.weights.casts = JobGroups(), {}
+        if not self.cuts.uncut_because:
+            self.weights.put_back()
+            self.weights.model.to(device)
+            self.optimizer.put_back_states(self.weights.parameters)
+        self.weights.originals = {}  # the model has them, or copies on the device
+        self.cuts.uncut_because, self.update = reason, "device"
 
     def is_done(self) -> bool:
         """Whether the job has done its last step."""
@@ -91,7 +122,7 @@ class JobTraining:
         if not stepped:
             return
         self.history.losses.append(self.open_step.end())
-        if self.optimizer.scheduler is not None:
+        if self.optimizer.scheduler is not None and not self.optimizer.waits_for_metric:
             self.optimizer.scheduler.step()
         position.step, position.micro = position.step + 1, 0
 

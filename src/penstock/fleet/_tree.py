@@ -24,6 +24,7 @@ from penstock.errors import CaptureError
 from penstock.fleet._accesses import Recorder, writes_to
 from penstock.fleet._autograd import dropping
 from penstock.fleet._batch import Structure, flatten
+from penstock.fleet._job import CannotBeCut
 from penstock.fleet._program import Atom, Shard, ShardProgram, WholeStep, span
 from penstock.storages import storage_id
 
@@ -88,16 +89,21 @@ class Tree:
                         if storage_id(tensors[name]) != key:
                             raise writes_to(name)
                 break
-            except CaptureError:
+            except (CaptureError, CannotBeCut):
                 raise
             except Exception:
                 if not without_saving:
                     raise
-        if not recorder.uses:
-            raise CaptureError(
-                "the loss never uses the model; for instance loss=lambda model, batch: model(**batch).loss"
+        outputs, self.whole.result = flatten(result)
+        seen = {name for used, _ in recorder.uses for name in used}
+        unseen = sorted(_names_in_graph(outputs, {id(tensors[name]): name for name in own}) - seen)
+        if unseen:
+            raise CannotBeCut(f"{unseen[0]} is used by code of which no operator is seen, such as C++")
+        if not seen:
+            raise CannotBeCut(
+                "no operator is seen to use the model: code in C++ does, or the loss does not call it, as "
+                "loss=lambda model, batch: model(**batch).loss does"
             )
-        self.whole.result = flatten(result)[1]
         return recorder
 
     def _find_atoms(self, recorder: Recorder) -> list[Atom]:
@@ -144,6 +150,19 @@ def _not_by_itself(
     raise AssertionError(
         f"a shard of a model that is run whole cannot be called by itself ({len(tensors)}, {len(inputs)})"
     )
+
+
+def _names_in_graph(outputs: Sequence[torch.Tensor], names: Mapping[int, str]) -> set[str]:
+    """Return the named leaves of autograd's graph of these outputs."""
+    leaves, waiting, seen = set(), [output.grad_fn for output in outputs], set[Any]()  # any: nodes of autograd's graph
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaves.add(names.get(id(getattr(node, "variable", None)), ""))
+        waiting += [following for following, _ in node.next_functions]
+    return leaves - {""}
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

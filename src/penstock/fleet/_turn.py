@@ -7,15 +7,18 @@ from typing import Any
 
 import torch
 
+from penstock.errors import CaptureError
 from penstock.fleet._batch import Structure, flatten
 from penstock.fleet._cut import CutBatch, CutBatches
 from penstock.fleet._engine import Engine
+from penstock.fleet._job import CannotBeCut
 from penstock.fleet._life import JobRun, JobState
 from penstock.fleet._memory import Item
 from penstock.fleet._pilot import ShardMeasure
 from penstock.fleet._prepare import Preparation
 from penstock.fleet._problem import UnitKind
 from penstock.fleet._training import JobTraining
+from penstock.fleet._uncut import Uncut
 from penstock.fleet._units import MiniBatch
 from penstock.fleet._ways import Ways
 from penstock.fleet._whole import WholeBatch, mini_batch
@@ -72,7 +75,7 @@ class JobTurn:
                 return  # this turn was chosen before the job's last turn had ended
             if run.wanted is JobState.STOPPED and not (run.is_prepared and run.training.position.micro):
                 if run.is_prepared:
-                    engine.upkeep.save(run, worker)
+                    engine.upkeep.save(run, worker, is_last=True)
                 engine.end(run, worker, JobState.STOPPED)
                 return
             if not run.is_prepared:
@@ -95,7 +98,7 @@ class JobTurn:
             if run.milestones.wants_validation:
                 run.milestones.wants_validation = False
                 if self._validate(worker):
-                    engine.upkeep.save(run, worker)
+                    engine.upkeep.save(run, worker, is_last=True)
                     engine.end(run, worker, JobState.STOPPED)
                     return
             if training.is_done():
@@ -115,17 +118,19 @@ class JobTurn:
     def _finish(self, worker: Worker) -> None:
         """Run the last validation, write the last checkpoint and end the job."""
         run, engine, training = self.run_of, self.engine, self.run_of.training
+        if run.plan.uncut is not None:
+            run.plan.uncut.decide()
         if (
             training.feed.validation is not None
             and run.milestones.last_validation != training.position.step
             and self._validate(worker)
         ):
-            engine.upkeep.save(run, worker)
+            engine.upkeep.save(run, worker, is_last=True)
             engine.end(run, worker, JobState.STOPPED)
             return
         for item in training.drop_unfinished_step():
             worker.memory.discard(item)
-        engine.upkeep.save(run, worker)
+        engine.upkeep.save(run, worker, is_last=True)
         engine.end(run, worker, JobState.DONE)
 
     def _note_end_of_pass(self) -> None:
@@ -176,6 +181,29 @@ class JobTurn:
 
     def _train_on(self, worker: Worker, batches: list[JobBatch]) -> None:
         run, training = self.run_of, self.run_of.training
+        start_s = worker.log.busy.compute_s
+        if run.plan.uncut is not None:
+            mini: MiniBatch = self._train_uncut(worker, run.plan.uncut, batches[0])
+            steps = [mini.work.steps]
+        else:
+            mini, steps = self._train_cut(worker, batches)
+        losses = [results[0].item() for results in mini.results]
+        for loss, stepped, batch in zip(losses, steps, batches, strict=True):
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"the loss is {loss} at step {training.position.step}, batch {batch.number}")
+            training.finish_batch(loss, batch.leaves, stepped=stepped)
+        stepped = steps[-1]
+        if stepped and training.update == "auto" and worker.memory.host is not None:
+            worker.memory.host.decide(training)
+        taken_s = (worker.log.busy.compute_s - start_s) * training.job.accumulate / len(batches)
+        run.plan.seconds_per_step += (taken_s - run.plan.seconds_per_step) * 0.2
+        every = training.job.evaluate_every
+        if stepped and training.feed.validation is not None and every and training.position.step % every == 0:
+            run.milestones.wants_validation = True
+
+    def _train_cut(self, worker: Worker, batches: list[JobBatch]) -> tuple[MiniBatch, list[bool]]:
+        """Train on these batches; return them as they ran, and which of them ended a step."""
+        run, training = self.run_of, self.run_of.training
         training.weights.make_hollow_on(worker.device)
         leaves, structure = batches[0].leaves, batches[0].structure
         measures = self._measures_for(worker, leaves, structure)
@@ -184,27 +212,20 @@ class JobTurn:
             Work(training, worker.memory, program, batch.structure, micro=training.position.micro + number)
             for number, batch in enumerate(batches)
         ]
-        draws = [shard.draws for shard in measures]
-        start_s = worker.log.busy.compute_s
+        steps = [work.steps for work in works]
         if program.whole is not None:
-            mini: MiniBatch = self._train_whole(worker, WholeBatch(works[0], leaves), measures)
-        else:
-            pairs = zip(works, batches, strict=True)
-            mini = CutBatches([CutBatch(work, batch.leaves, run.plan.saves, draws) for work, batch in pairs])
-            worker.run_minibatch(run, mini, _Measured(mini, measures, run.plan.saves))
-        losses = [results[0].item() for results in mini.results]
-        for loss, work, batch in zip(losses, works, batches, strict=True):
-            if not math.isfinite(loss):
-                raise FloatingPointError(f"the loss is {loss} at step {training.position.step}, batch {batch.number}")
-            training.finish_batch(loss, batch.leaves, stepped=work.steps)
-        stepped = works[-1].steps
-        if stepped and training.update == "auto" and worker.memory.host is not None:
-            worker.memory.host.decide(training)
-        taken_s = (worker.log.busy.compute_s - start_s) * training.job.accumulate / len(batches)
-        run.plan.seconds_per_step += (taken_s - run.plan.seconds_per_step) * 0.2
-        every = training.job.evaluate_every
-        if stepped and training.feed.validation is not None and every and training.position.step % every == 0:
-            run.milestones.wants_validation = True
+            return self._train_whole(worker, WholeBatch(works[0], leaves), measures), steps
+        draws = [shard.draws for shard in measures]
+        pairs = zip(works, batches, strict=True)
+        mini = CutBatches([CutBatch(work, batch.leaves, run.plan.saves, draws) for work, batch in pairs])
+        worker.run_minibatch(run, mini, _Measured(mini, measures, run.plan.saves))
+        return mini, steps
+
+    def _train_uncut(self, worker: Worker, uncut: Uncut, batch: JobBatch) -> MiniBatch:
+        mini = uncut.batch(batch.leaves, batch.structure, trains=True)
+        worker.run_minibatch(self.run_of, mini, uncut)
+        uncut.learn(mini)
+        return mini
 
     def _train_whole(self, worker: Worker, mini: WholeBatch, measures: Sequence[ShardMeasure]) -> WholeBatch:
         run = self.run_of
@@ -243,12 +264,17 @@ class JobTurn:
         if not num_batches:
             raise ValueError(f"job {run.job.name!r}: its validation data yields no batch")
         means = {name: value / num_batches for name, value in sums.items()}
+        training.optimizer.step_on_plateau(means)
         training.history.validations.append({"step": float(training.position.step), **means})
         return self.engine.upkeep.validated(run, means)
 
     def _evaluate(self, worker: Worker, batch: Any) -> dict[str, float]:  # any: a batch
         run, training = self.run_of, self.run_of.training
         leaves, structure = flatten(batch)
+        if (uncut := run.plan.uncut) is not None:
+            mini: MiniBatch = uncut.batch(leaves, structure, trains=False)
+            worker.run_minibatch(run, mini, uncut)
+            return self._named(mini.work.program.rebuild_result(mini.results[0]))
         if training.cuts.known(structure, training=False) is None:
             training.program(leaves, structure, training=False)
             Preparation(self.engine, run, worker).place_constants()
@@ -257,7 +283,10 @@ class JobTurn:
         mini = mini_batch(work, leaves, run.plan.saves)
         larger = max(1.0, sum(leaf.nbytes for leaf in leaves) / max(1, run.plan.leaf_bytes))
         worker.run_minibatch(run, mini, _AtMost(mini, run.plan.measures, larger))
-        result = program.rebuild_result(mini.results[0])
+        return self._named(program.rebuild_result(mini.results[0]))
+
+    def _named(self, result: Any) -> dict[str, float]:  # any: a scalar or a dict of them
+        training = self.run_of.training
         named = result if isinstance(result, dict) else {"loss" if training.job.metric is None else "metric": result}
         return {str(name): float(value) for name, value in named.items()}
 
@@ -269,7 +298,13 @@ class JobTurn:
         """
         run, engine = self.run_of, self.engine
         is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        if not (is_memory and run.is_prepared and not run.plan.num_times_smaller):
+        may_help = run.is_prepared and not run.plan.num_times_smaller and run.plan.uncut is None
+        if not (is_memory and may_help):
+            if isinstance(error, CannotBeCut):
+                error = CaptureError(
+                    f"a later batch shows that the job cannot be cut, because {error}, but the job was cut, as its "
+                    "first batch allowed. Let the first batch take the same way"
+                )
             engine.fail(run, worker, error)
             return
         for item in run.training.items():

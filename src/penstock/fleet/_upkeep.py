@@ -59,22 +59,34 @@ class Upkeep:
         self._records.log(run.job, step, {f"validation/{key}": value for key, value in metrics.items()})
         return self._stopper is not None and self._stopper(run.job, step, metrics)
 
-    def save(self, run: JobRun, worker: Worker) -> None:
-        """Write a checkpoint, unless the job is in the middle of a step or has a checkpoint of this step."""
+    def save(self, run: JobRun, worker: Worker, *, is_last: bool = False) -> None:
+        """Write a checkpoint, unless the job is in the middle of a step or has a checkpoint of this step.
+
+        One that cannot be written is told, and tried again when the next is due. If it ``is_last``, the weights stay in
+        memory, and ``CheckpointError`` is raised, so that the job does not claim what is not there.
+        """
         training = run.training
         if training.position.micro or training.position.step in (0, run.milestones.saved_step):
             return
+        run.milestones.saved_s = time.time()
         try:
             _checkpoint.save(run, worker.memory, self._records.folder(run.job), keep=self._keep)
         except CheckpointError as error:
-            if training.is_done():
-                raise
+            if is_last:
+                training.history.weights = _checkpoint.tensors_of(run, worker.memory)
+                raise CheckpointError(
+                    f"{error}. The job ended in step {training.position.step}; its weights are in this process only: "
+                    f"results[{run.job.name!r}].model()"
+                ) from error
             if not self._warned:
                 self._warned = True
                 warnings.warn(
-                    f"{error}. Training goes on; this warning is shown once.", TierDegradedWarning, stacklevel=2
+                    f"{error}. Training goes on, and later checkpoints are tried; this warning is shown once.",
+                    TierDegradedWarning,
+                    stacklevel=2,
                 )
-        run.milestones.saved_step, run.milestones.saved_s = training.position.step, time.time()
+        else:
+            run.milestones.saved_step = training.position.step
 
     def wants_save(self, run: JobRun) -> bool:
         """Whether a checkpoint is due."""

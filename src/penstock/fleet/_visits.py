@@ -172,6 +172,8 @@ class Visits:
                 self._forget(visit)
 
     def _pack(self, tensor: torch.Tensor) -> Any:  # any: a tensor, or a ticket
+        if tensor.layout is not torch.strided:
+            return tensor
         tensor = self._filled(tensor)
         visit = self.current
         assert visit is not None

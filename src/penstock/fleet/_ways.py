@@ -16,9 +16,7 @@ from penstock.fleet._meter import UnitMeter
 from penstock.fleet._problem import UnitKind
 from penstock.fleet._whole import WholeBatch
 from penstock.fleet._worker import TOLERANCE, Expected
-from penstock.probe import can_record
 
-# Measuring all of them would need PyTorch's profiler all the time.
 _NUM_MEASURED = 4
 """Mini-batches in a row that have to show nothing new."""
 
@@ -42,7 +40,7 @@ class Ways:
         if mini.work.structure.signature not in self._shapes:
             self._shapes.add(mini.work.structure.signature)
             self._num_left = _NUM_MEASURED
-        if self._num_left and can_record(memory.device):
+        if self._num_left:
             mini.meter = UnitMeter(memory)
         return _Wider(mini, known, self._seen, memory.room_bytes, takes_all=self._num_left > 0)
 

@@ -69,6 +69,12 @@ class Weights:
             self.tensors[name].data = self._hollow_of(name, tensor.device)
         self.originals = {}
 
+    def put_back(self) -> None:
+        """Give the model the tensors of its factory again, because it will not be cut after all."""
+        for name, tensor in self.originals.items():
+            self.tensors[name].data = tensor
+        self._hollow, self._device = {}, None
+
     def bind(self, members: Mapping[str, torch.Tensor]) -> None:
         """Bind tensors of the model to these bytes. Those of another dtype stand for their parameters."""
         for name, tensor in members.items():
@@ -139,7 +145,7 @@ class Weights:
                 raise ValueError(
                     f"job {self._job!r}: {name} has no values yet; model() must return a model that is ready to train"
                 )
-            if tensor.layout is not torch.strided or type(tensor.data) is not torch.Tensor:
+            if type(tensor.data) is not torch.Tensor:
                 raise ValueError(
                     f"job {self._job!r}: {name} is not a plain tensor, and a fleet can train only plain tensors"
                 )
@@ -148,6 +154,20 @@ class Weights:
                 f"job {self._job!r}: no parameter of its model requires a gradient; `model` must return a module with "
                 "at least one that does"
             )
+
+
+def why_uncut(model: nn.Module) -> str:
+    """Return why a model cannot be cut, to stand after "because"; ``""`` if that is not known before it runs."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout is not torch.strided:
+            return f"{name} is a sparse tensor"
+    for name, module in model.named_modules():
+        what = f"{name or 'the model'} ({type(module).__name__})"
+        if isinstance(module, torch.jit.ScriptModule):
+            return f"{what} is compiled by TorchScript, whose weights only its own code uses"
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            return f"{what} makes sparse gradients"
+    return ""
 
 
 def hollow(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:

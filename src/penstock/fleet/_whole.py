@@ -237,7 +237,8 @@ class WholeBatch(MiniBatch):
                 missing = item.size_bytes - item.held_bytes()
                 room = memory.room_bytes - sum(other.size_bytes for other in pinned)  # it may take an unmeasured path
                 label = f"job {self.work.training.job.name!r}: {item.label}"
-                memory.make_room(missing + max(0, min(self._own_bytes, room)), pinned, label)
+                own_bytes, is_pilot = max(0, min(self._own_bytes, room)), self.work.behaviour.is_pilot
+                memory.make_room(missing + own_bytes, pinned, label, may_exceed=not is_pilot)
                 memory.get(item)
         items[item] = None
         return memory.get(item)

@@ -8,7 +8,6 @@ copied in. Within a mini-batch, the next shard is copied in. Shards of earlier u
 import threading
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -16,12 +15,12 @@ import torch
 from penstock.errors import BudgetNotKeptWarning
 from penstock.fleet._host_steps import HostSteps
 from penstock.fleet._memory import DeviceMemory, Item
-from penstock.fleet._meter import UnitMeter
+from penstock.fleet._meter import UnitMeter, recorded
 from penstock.fleet._problem import UnitKind
+from penstock.fleet._uncut import UncutBatch
 from penstock.fleet._unit_log import Span, UnitLog
 from penstock.fleet._units import Between, MiniBatch
 from penstock.fleet._whole import WholeBatch
-from penstock.probe import record_memory
 from penstock.tiers import HeapKeeper, Waterfall, gate
 
 TOLERANCE = 200
@@ -82,7 +81,6 @@ class Worker:
         num_threads: int,
         turns: Turns,
         double_buffer: bool,
-        measuring: threading.Lock,
         verifies: bool,
     ):
         self.index = index
@@ -91,7 +89,7 @@ class Worker:
         self.double_buffer = double_buffer
         """Whether what comes next is copied in while a unit computes."""
         self.log = UnitLog(index, self.memory)
-        self.verifier = UnitVerifier(self.memory, measuring, is_on=verifies)
+        self.verifier = UnitVerifier(self.memory, is_on=verifies)
         self.turns = turns
         self.following: Turn | None = None
         """The turn after this one, once it is chosen."""
@@ -157,34 +155,33 @@ class Worker:
 
 
 class UnitVerifier:
-    """Computation of units, and measurement of their bytes where it is wanted.
+    """Computation of units, and measurement of the bytes of all of them if ``is_on``."""
 
-    ``lock`` is held while a unit is measured, so that only one is in the process. ``is_on`` measures every unit.
-    """
-
-    def __init__(self, memory: DeviceMemory, lock: threading.Lock, *, is_on: bool):
+    def __init__(self, memory: DeviceMemory, *, is_on: bool):
         self.peak_bytes = 0
         """The most that items and a unit took together, as measured."""
-        self._memory, self._lock, self._is_on = memory, lock, is_on
+        self._memory, self._is_on = memory, is_on
         self._has_said_above = False
 
     def run_whole(self, mini: WholeBatch, between: Between) -> None:
         """Run a mini-batch of a model that is run whole. It is measured if it has a meter."""
         if self._is_on:
             mini.meter = UnitMeter(self._memory)
-        with self._lock if mini.meter is not None else nullcontext(), gate.computing():
+        with gate.computing():
             mini.run_all(between)
             totals = mini.meter.totals if mini.meter is not None else {}
             self.peak_bytes = max(self.peak_bytes, *totals.values(), 0)
 
     def compute(self, mini: MiniBatch, index: int) -> None:
         """Run one unit that is a call of its own."""
-        if not self._is_on or isinstance(mini, WholeBatch):
+        if not self._is_on or isinstance(mini, WholeBatch | UncutBatch):
             with gate.computing():
                 mini.run(index)
+            if self._is_on and isinstance(mini, UncutBatch):
+                self.peak_bytes = max(self.peak_bytes, mini.peak_bytes)
             return
         held_bytes = self._memory.held_bytes()
-        with self._lock, gate.computing(), record_memory(self._memory.device, this_thread_only=True) as recording:
+        with gate.computing(), recorded(self._memory.device) as recording:
             mini.run(index)
         most = held_bytes + recording.report.activation_bytes
         self.peak_bytes = max(self.peak_bytes, most)
@@ -234,7 +231,7 @@ class _WorkerUnits:
                 memory.prefetch(item)
         missing = sum(item.size_bytes - item.held_bytes() for item in needs)
         label = f"job {mini.work.training.job.name!r}: {task.kind.value} of shard {task.shard}"
-        memory.make_room(missing + transient_bytes, needs, label)
+        memory.make_room(missing + transient_bytes, needs, label, may_exceed=isinstance(mini, WholeBatch))
         for item in needs:
             memory.prefetch(item)
         for item in needs:

@@ -5,12 +5,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from penstock.arguments import checked, must_be
-from penstock.fleet import Device, Fleet, Job, JobState, Results
+from penstock.fleet import Device, Fleet, FleetState, Job, JobState, Results
 from penstock.tiers import Budget, Size
 
 if TYPE_CHECKING:
@@ -259,9 +260,14 @@ def _refuse(study: "Study", num_trials: int, at_once: int, options: Mapping[str,
         raise ValueError(f"the study must have one direction, got {len(study.directions)}; a search has one metric")
     if "stopper" in options:
         raise TypeError("leave out `stopper`: search uses the study's pruner, optuna.create_study(pruner=...)")
+    run_dir, again = options.get("run_dir"), "search(study, make_job, num_trials=..., at_once=..., run_dir='runs/2')"
+    how = f"search again with another run_dir and the trials that are left; the study knows those that ended: {again}"
     if "resume" in options:
-        raise TypeError(
-            "leave out `resume`: a search starts a new fleet. To continue a study, search again with another run_dir"
+        raise TypeError(f"leave out `resume`: a search starts a new fleet. To go on with a study, {how}")
+    if run_dir is not None and FleetState(Path(run_dir)).exists:
+        raise ValueError(
+            f"{run_dir} holds the fleet of an earlier search, and each search starts a new one. To go on with a study, "
+            f"{how}"
         )
 
 

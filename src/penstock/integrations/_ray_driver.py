@@ -36,7 +36,7 @@ class Driver:
         stopper: Stopper | None,
         trackers: Sequence[Tracker],
     ):
-        self._run_dir = run_dir
+        self._run_dir, self._resume = run_dir, resume
         self._observers = Observers(stopper, trackers)
         self._cluster = Cluster(ray, run_dir / "nodes", devices, options, asks_stopper=stopper is not None)
         self._state = FleetState(run_dir)
@@ -53,7 +53,7 @@ class Driver:
 
     def __enter__(self) -> Self:
         self._cluster.make_folder()
-        self._state.create()
+        self._state.create(resume=self._resume)
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
