@@ -60,12 +60,6 @@ def round_trip(spill):
     assert bytes(read) == bytes(written)
 
 
-def test_a_file_that_goes_after_the_names_of_its_module_closes_itself(tmp_path, monkeypatch):
-    file = SpillFile(tmp_path)
-    monkeypatch.setattr(directio, "os", None)  # as when the process ends
-    file.__del__()
-
-
 @pytest.mark.parametrize("direct", [True, False])
 def test_bytes_come_back(tmp_path, direct):
     spill = SpillFile(tmp_path, direct=direct)

@@ -113,7 +113,7 @@ PRIVATE = {
     "offload/_run.py": "hooks run outside of Dynamo, and ask autograd what it is doing",
     "offload/_pages.py": "copies are hidden from dispatch modes",
     "offload/_past.py": "compiled graphs of Inductor as they are called, and how torch.save writes storages",
-    "offload/_updates.py": "whether backward runs",
+    "offload/_promise.py": "whether backward runs",
     "offload/_watch.py": "the stack of dispatch modes, and what Dynamo skips",
     "probe/_allocations.py": "the profiler's events, where there is no compiler",
     "probe/_peak.py": "tensors that own no bytes",

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import threading
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from penstock.arguments import checked
-from penstock.errors import BudgetError, ForkedProcessError, PenstockError
+from penstock.errors import BudgetError, BudgetNotKeptWarning, ForkedProcessError, PenstockError
 from penstock.offload import _checkpoint
 from penstock.offload._made import CALL, Update, places
 from penstock.offload._managed import Managed
@@ -39,6 +40,7 @@ def training(
     update_in_backward: bool = False,
     update: Update = "device",
     separable: bool = False,
+    strict: bool = False,
 ) -> "Training":
     """Train a model whose parameters, gradients and optimizer state exceed the device, in your own loop.
 
@@ -84,6 +86,9 @@ def training(
         separable: your word that an optimizer which is not PyTorch's updates each parameter from that parameter, its
             gradient, its state and its group alone, and changes nothing else in ``step``. Then it steps one parameter
             after the other, as PyTorch's own do. The word is tried on small stand-ins.
+        strict: raise ``BudgetError`` if the budget was kept and cannot be kept any more, because something outside of
+            the training has grown. Otherwise it is said once (`BudgetNotKeptWarning`), and training goes on. Steps are
+            measured when their kind is new, and again at steps 2, 4, 8, 16 and so on.
 
     Raises ``TypeError`` and ``ValueError`` for arguments that cannot be used, ``FileNotFoundError`` or
     ``PermissionError`` for a directory that cannot be used, and ``BudgetError`` if tiers have no room for parameters,
@@ -100,6 +105,7 @@ def training(
         update_in_backward=update_in_backward,
         update=update,
         separable=separable,
+        strict=strict,
     )
 
 
@@ -115,6 +121,7 @@ def parameters(
     update_in_backward: bool = False,
     update: Update = "device",
     separable: bool = False,
+    strict: bool = False,
 ) -> "Training":
     """Train as `training` does, but leave activations on the device, or to checkpointing or `activations`.
 
@@ -130,6 +137,7 @@ def parameters(
         update_in_backward=update_in_backward,
         update=update,
         separable=separable,
+        strict=strict,
         moves_activations=False,
     )
 
@@ -155,6 +163,7 @@ class Training:
         update_in_backward: bool,
         update: Update,
         separable: bool,
+        strict: bool,
         moves_activations: bool = True,
     ):
         self.disks = tuple(account.disk_bytes)
@@ -164,6 +173,13 @@ class Training:
         self._pages = self._managed.pages
         self._progress = TrainingProgress(self._pages.copies)
         self._meter: OthersMeter | None = None
+        self._strict = strict
+        self._is_known = self._is_told = False
+        """Whether the bytes outside of pages were known when the step began; whether the user knows that the budget is
+        not kept.
+        """
+        self._num_over = 0
+        """Number of measured steps in a row that took more than the budget although they were known."""
         self._is_entered = self._is_closed = False
         try:
             self._managed.begin(model, optimizer, update)
@@ -197,7 +213,10 @@ class Training:
         self._pages.begin_step()
         self._managed.watch.norms.begin_step()
         self._managed.watch.casts.begin_step()
-        if self._pages.course.wants_measure and can_record(self._managed.device):
+        num_steps = self._progress.num_steps
+        self._is_known = not self._pages.course.wants_measure
+        looks_again = self._num_over == 1 or (num_steps > 1 and not num_steps & (num_steps - 1))  # 2, 4, 8, ...
+        if (looks_again or not self._is_known) and can_record(self._managed.device):
             self._measure()
         return self
 
@@ -214,13 +233,34 @@ class Training:
             self._pages.end_step((), is_whole=False)
             return
         self._progress.end_step()
-        self._pages.end_step(measured, is_whole=True)
+        try:
+            self._pages.end_step(measured, is_whole=True)
+        except BudgetError as error:
+            if not self._is_known:
+                raise
+            self._say_not_kept(str(error))
+        if meter is not None and measured and self._is_known:
+            budget_bytes = self._pages.course.budget_bytes
+            self._num_over = self._num_over + 1 if meter.peak_bytes > budget_bytes else 0
+            if self._num_over > 1:  # what the first one found is left free in the second
+                self._say_not_kept(
+                    f"a step took {meter.peak_bytes} bytes ({format_bytes(meter.peak_bytes)}), above `budget`="
+                    f"{format_bytes(budget_bytes)}, because more is on the device than when training began"
+                )
         if meter is not None and not measured and meter.peak_bytes > self._pages.course.budget_bytes:
             raise BudgetError(
                 f"`budget` must be at least {meter.peak_bytes} ({format_bytes(meter.peak_bytes)}), got "
                 f"{format_bytes(self._pages.course.budget_bytes)}: all tensors of this step "
                 "are smaller than 16 KiB, and such tensors stay on the device"
             )
+
+    def _say_not_kept(self, text: str) -> None:
+        """Say once that the budget cannot be kept any more, or raise ``BudgetError`` if that was asked for."""
+        if self._strict:
+            raise BudgetError(text)
+        if not self._is_told:
+            self._is_told = True
+            warnings.warn(f"{text}. Training goes on; strict=True raises instead", BudgetNotKeptWarning, stacklevel=3)
 
     def _measure(self) -> None:
         """Begin to measure this step, or wait for the next one if another thread holds a page on a CPU, as while it

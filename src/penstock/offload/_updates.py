@@ -17,9 +17,9 @@ from penstock.host_stepping import settings_of
 from penstock.offload._deferred import Deferred, DueState
 from penstock.offload._on_host import HostUpdates, merge
 from penstock.offload._operators import PLAIN, SMALL_BYTES, id_or_zero
-from penstock.offload._page import Page
 from penstock.offload._pages import Pages
 from penstock.offload._past import do_pending
+from penstock.offload._promise import Promise
 from penstock.offload._taken import Taken
 from penstock.stepping import State, own_class, step_part, why_whole
 
@@ -58,12 +58,8 @@ class Updates:
         self._small: list[torch.Tensor] = []
         """Parameters whose gradients this backward has completed, and whose updates wait for its end."""
         self._updated: set[int] = set()
-        self._updated_storages: set[int] = set()
-        """Parameters that this backward has updated, and their storages."""
-        self._promised: list[dict[str, Any]] = []
-        """Settings of the groups at the first update in backward of this step."""
-        self._used: dict[int, torch.Tensor] = {}
-        """By parameter, the stand-in of a gradient that its update in backward has used."""
+        """Parameters that this backward has updated."""
+        self._promise = Promise(pages, taken)
 
     def begin(self) -> Callable[[], None]:
         """Replace ``optimizer.step``; return a function that restores it."""
@@ -121,7 +117,7 @@ class Updates:
                 self._host.casts.updates_on_host = is_faster
                 self._host = self._host if is_faster else None
         settings = settings_of(self._optimizer)
-        self._refuse_broken_promise(settings)
+        self._promise.end(settings)
         is_scaled = (
             getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
         )
@@ -141,23 +137,8 @@ class Updates:
 
     def _forget_updated(self) -> None:
         self._updated.clear()
-        self._updated_storages.clear()
         self._small.clear()
-        self._pages.before_use = None
-
-    def _refuse_broken_promise(self, settings: list[dict[str, Any]]) -> None:
-        """Raise ``RuntimeError`` if a setting has changed since the updates in backward, which took the old one."""
-        before, self._promised, self._pages.before_use = self._promised, [], None
-        if not self._updated:
-            return
-        for old, new in zip(before, settings, strict=True):
-            for key, value in new.items():
-                if key != "params" and key in old and bool(torch.as_tensor(value != old[key]).any()):
-                    raise RuntimeError(
-                        f"{key!r} of an optimizer's group was changed from {old[key]} to {value} between backward and "
-                        "optimizer.step(). update_in_backward=True has used the old one already: change it after "
-                        "step(), or leave update_in_backward out, and continue from the last checkpoint"
-                    )
+        self._promise.forget()
 
     def _defer(self, parameter: torch.Tensor, settings: list[dict[str, Any]], *, to_host_alone: bool = False) -> bool:
         """Put off the update until somebody uses the weight, its gradient or its state, since forward fetches it
@@ -271,9 +252,9 @@ class Updates:
                 "once: leave it out, and continue from the last checkpoint"
             )
         if not self._updated:
-            self._promised, self._pages.before_use = settings_of(self._optimizer), self._refuse_use
+            self._promise.begin(settings_of(self._optimizer))
         self._updated.add(id(parameter))
-        self._updated_storages.add(id_or_zero(parameter))
+        self._promise.updated(parameter)
         if self._is_small(parameter):
             if not self._small:
                 torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
@@ -284,36 +265,7 @@ class Updates:
         if self._host is None or not self._defer(parameter, settings_of(self._optimizer), to_host_alone=True):
             with torch.no_grad():
                 self._update_now(parameter)
-        parameter.grad = self._stand_in(parameter)
-
-    def _refuse_use(self, pages: Sequence[Page]) -> None:
-        """Raise ``RuntimeError`` if a parameter that backward has updated is used before ``optimizer.step()``."""
-        if torch._C._current_graph_task_id() == -1:
-            for page in pages:
-                if page.identity in self._updated_storages:
-                    raise RuntimeError(
-                        f"{page.label} is used between backward and optimizer.step(), and has its new value already: "
-                        "update_in_backward=True promises that optimizer.step() follows backward. Leave it out, and "
-                        "continue from the last checkpoint"
-                    )
-
-    def _stand_in(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that looks like the gradient, has one number, and raises an error once somebody uses it."""
-        if id(parameter) not in self._used:
-            name = self._taken.name(parameter)
-
-            def refuse() -> None:
-                raise RuntimeError(
-                    f"the gradient of {name} was used by its update, and is gone: update_in_backward=True promises "
-                    "that nobody reads or adds to gradients after backward. Call optimizer.zero_grad() before anything "
-                    "else, or leave it out, and continue from the last checkpoint"
-                )
-
-            with torch.no_grad():
-                number = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-                self._used[id(parameter)] = number.expand(parameter.shape)
-            self._pages.register.due[id_or_zero(number)] = refuse
-        return self._used[id(parameter)]
+        parameter.grad = self._promise.stand_in(parameter)
 
     def _end_backward(self) -> None:
         """Update the small parameters together at the end of backward. If an error prevents this, `step` does it."""
