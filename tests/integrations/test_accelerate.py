@@ -5,8 +5,8 @@ import gc
 
 import pytest
 import torch
-from loops import EVERYTHING, TIGHT, assert_same_parameters, everything_parked, gpt2, nothing_left, texts
 
+from loops import EVERYTHING, TIGHT, assert_same_parameters, everything_parked, gpt2, nothing_left, texts
 from penstock import offload, probe, tiers
 from penstock.errors import BudgetError
 from penstock.integrations import offloading

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import torch
-from loops import EVERYTHING, TIGHT, assert_same_parameters, everything_parked, gpt2, nothing_left, texts
 
+from loops import EVERYTHING, TIGHT, assert_same_parameters, everything_parked, gpt2, nothing_left, texts
 from penstock import probe, tiers
 from penstock.errors import BudgetError, OffloadDeclinedWarning
 from penstock.integrations import PenstockArguments, PenstockCallback

@@ -5,11 +5,11 @@ import logging
 
 import pytest
 import torch
-from loops import assert_same_parameters, gpt2
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from test_hugging_face import losses, trainer_of
 
+from loops import assert_same_parameters, gpt2
 from penstock import probe
 from penstock.integrations import PenstockArguments, PenstockCallback
 

@@ -4,8 +4,8 @@ import gc
 
 import pytest
 import torch
-from loops import assert_same_parameters, texts
 
+from loops import assert_same_parameters, texts
 from penstock import probe
 from penstock.integrations import LightningOffload
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from loops import EVERYTHING, everything_parked
 
+from loops import EVERYTHING, everything_parked
 from penstock import probe
 from penstock.integrations import PenstockCallback
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from loops import EVERYTHING, assert_same_parameters, everything_parked, gpt2, nothing_left, texts
 from torch.nn.parallel import DistributedDataParallel
 
+from loops import EVERYTHING, assert_same_parameters, everything_parked, gpt2, nothing_left, texts
 from penstock.integrations import LightningOffload, PenstockCallback, offloading
 from penstock.tiers import Budget
 from ranks import NUM_RANKS, run_in_ranks

@@ -235,10 +235,10 @@ class Training:
         self._progress.end_step()
         try:
             self._pages.end_step(measured, is_whole=True)
-        except BudgetError as error:
+        except BudgetError as refusal:
             if not self._is_known:
                 raise
-            self._say_not_kept(str(error))
+            self._say_not_kept(str(refusal))
         if meter is not None and measured and self._is_known:
             budget_bytes = self._pages.course.budget_bytes
             self._num_over = self._num_over + 1 if meter.peak_bytes > budget_bytes else 0
