@@ -47,8 +47,6 @@ class HostSteps:
     def can_step(self, training: JobTraining, group: Group) -> bool:
         """Whether the host could step a group: its optimizer and what that keeps are such that a CPU can use them."""
         master = training.optimizer.master
-        if master._optimizer_step_pre_hooks or master._optimizer_step_post_hooks:
-            return False  # they are the user's, and belong to a thread that computes
         numbers = (training.states.numbers.get(name, {}) for name in group.layouts)
         return may_step(master) and all(is_number(value) for state in numbers for value in state.values())
 
