@@ -13,6 +13,7 @@ from torch.utils import dlpack
 
 from benchmarks.loops_common import STEPS, batches, class_loss, mlp
 from benchmarks.loops_door import Door, loop
+from penstock.errors import ForkedProcessError
 
 
 def trained(
@@ -224,7 +225,9 @@ def judged_in_a_forked_process(door: Door) -> None:
                 return f"{type(error).__name__}: {error}"
 
         answers.append(forked(context, run))
-        return answers[-1] if isinstance(answers[-1], float) else float("nan")
+        if not isinstance(answers[-1], float):
+            raise ForkedProcessError(answers[-1])  # it is the child that refuses, by name
+        return answers[-1]
 
     trained(door, between=judge)
 

@@ -115,11 +115,13 @@ class Taken:
                 self._pages.begin(storage, kind, name)
 
     def _may_move(self, tensor: torch.Tensor) -> bool:
+        """Whether it has bytes of its own here, which no other process uses."""
         return (
             tensor.device == self._device
             and tensor.layout is torch.strided
             and not _is_wrapper(tensor)
             and tensor.untyped_storage().nbytes() >= SMALL_BYTES
+            and not (tensor.device.type == "cpu" and tensor.untyped_storage().is_shared())
         )
 
     def name(self, parameter: torch.Tensor) -> str:
