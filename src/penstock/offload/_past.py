@@ -172,17 +172,22 @@ def _replace_method(kind: Any, name: str, prepare: Callable[[Pages, Page], None]
         place = _place_of(id_of(self) if isinstance(self, torch.UntypedStorage) else id_or_zero(self))
         if place is not None and not place[1].is_moving:
             _, pages, page = place
-            if sys._getframe(1).f_globals.get("__name__") == _TAKES_ALL and page not in pages.register.pinned:
-                raise ValueError(
-                    f"safetensors takes {page.label} and all other tensors of a file at once, which may exceed the "
-                    "budget. training.save_weights(path) writes such files one part at a time. If everything fits the "
-                    "device: with training.whole(): model.save_pretrained(path)"
-                )
+            _refuse_taking_all(sys._getframe(1).f_globals.get("__name__", ""), pages, page)
             do_pending([page])
             prepare(pages, page)
         return method(self, *args, **kwargs)
 
     _put(kind, name, prepared)
+
+
+def _refuse_taking_all(caller: str, pages: Pages, page: Page) -> None:
+    """Raise ``ValueError`` if a library asks that needs the memory of all tensors at once."""
+    if caller == _TAKES_ALL and page not in pages.register.pinned:
+        raise ValueError(
+            f"safetensors takes {page.label} and all other tensors of a file at once, which may exceed the budget. "
+            "training.save_weights(path) writes such files one part at a time. If everything fits the device: with "
+            "training.whole(): model.save_pretrained(path)"
+        )
 
 
 def _put(owner: Any, name: str, new: Any) -> None:
@@ -292,6 +297,18 @@ def _nbytes(own: Callable[[torch.UntypedStorage], int], storage: torch.UntypedSt
 
 
 def _data_ptr(own: Callable[[torch.UntypedStorage], int], storage: torch.UntypedStorage) -> int:
-    """Return the address of a storage; 0 for a page while this thread pickles, which compares addresses of storages."""
-    place = _place_of(id_of(storage)) if hasattr(_saving, "writer") else None
-    return own(storage) if place is None or place[1].is_moving else 0
+    """Return the address of a storage, of a page once it is on the device.
+
+    It is 0 for a page while this thread pickles, which only compares addresses of storages.
+    """
+    caller = sys._getframe(2).f_globals.get("__name__", "")
+    place = None if caller.startswith("penstock.") else _place_of(id_of(storage))
+    if place is None or place[1].is_moving:
+        return own(storage)
+    if hasattr(_saving, "writer"):
+        return 0
+    _, pages, page = place
+    _refuse_taking_all(caller, pages, page)
+    do_pending([page])
+    pages.ask_for_address(page)
+    return own(storage)
