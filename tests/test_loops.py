@@ -44,7 +44,7 @@ def _quick(one_thread, collected):
 @pytest.mark.parametrize("name", NAMES)
 def test_loops_train_through_a_door_as_plainly(name, door, tmp_path):
     row = loops_case.case(loops.load()[name], door, tmp_path, budgets=("tight",))
-    assert (row["verdict"], row["message"]) in (("equal", ""), ("told", row["message"]))
+    assert row["verdict"] in ("equal", "told", "refused"), row["message"]
     assert [part["budget"] for part in row["parts"]] == ["tight"]
 
 

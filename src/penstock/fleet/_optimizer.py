@@ -9,6 +9,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -169,9 +170,15 @@ def _why_hooked(optimizer: torch.optim.Optimizer) -> str:
     hooks = [getattr(optimizer, key, None) for key in own]  # some wrappers do not call the constructor of Optimizer
     if any(hooks):
         return f"{type(optimizer).__name__} has hooks on its steps, which may look at all parameters at once"
-    if torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks:
+    of_all = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
+    if any(not _is_ours(hook) for hooks in of_all for hook in list(hooks.values())):
         return "hooks on the steps of all optimizers are registered, which may look at all parameters at once"
     return ""
+
+
+def _is_ours(hook: Any) -> bool:  # any: whatever can be called
+    """Whether a hook is Penstock's own, which only notes that an optimizer steps."""
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("penstock.")
 
 
 def _check_separable(optimizer: torch.optim.Optimizer) -> None:

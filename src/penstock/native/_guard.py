@@ -3,11 +3,13 @@
 import ctypes
 import functools
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from penstock.errors import PenstockError
 from penstock.native._extension import compile_extension
+
+if TYPE_CHECKING:
+    import torch
 
 
 def can_refuse() -> bool:
@@ -15,7 +17,7 @@ def can_refuse() -> bool:
     return _library() is not None
 
 
-def refuse_memory(storage: torch.UntypedStorage, message: str) -> bool:
+def refuse_memory(storage: "torch.UntypedStorage", message: str) -> bool:
     """Let whoever asks for the memory of a storage get a ``RuntimeError``; return whether that is possible."""
     library = _library()
     if library is None:
@@ -24,14 +26,14 @@ def refuse_memory(storage: torch.UntypedStorage, message: str) -> bool:
     return True
 
 
-def allow_memory(storage: torch.UntypedStorage) -> None:
+def allow_memory(storage: "torch.UntypedStorage") -> None:
     """Undo `refuse_memory`."""
     library = _library()
     if library is not None:
         library.penstock_allow(storage._cdata)
 
 
-def address_of(storage: torch.UntypedStorage) -> int:
+def address_of(storage: "torch.UntypedStorage") -> int:
     """Return the address of a storage's memory, also if it is refused; 0 without memory."""
     try:
         return storage.data_ptr()
@@ -42,6 +44,8 @@ def address_of(storage: torch.UntypedStorage) -> int:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
+    import torch  # which takes a second, and commands that need none import this
+
     source = Path(__file__).parent / "guard.cpp"
     flags = (
         *("-O1", "-std=c++20", "-w", f"-I{Path(torch.__file__).parent / 'include'}"),

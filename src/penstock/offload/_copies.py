@@ -18,7 +18,10 @@ _STUCK_NEEDS = 256
 
 
 class Copies:
-    """The copies of pages, out and in, and the device bytes that pages take meanwhile."""
+    """The copies of pages, out and in, and the device bytes that pages take meanwhile.
+
+    It is wide because it is the one place that empties and fills storages, and each may fail or be taken back.
+    """
 
     def __init__(self, waterfall: Waterfall, register: Register):
         self.waterfall, self._register = waterfall, register

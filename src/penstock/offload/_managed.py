@@ -30,7 +30,10 @@ _PARTS = 16
 
 
 class Managed:
-    """A model, its optimizer, and everything that moves their tensors; `end` gives them back."""
+    """A model, its optimizer, and everything that moves their tensors; `end` gives them back.
+
+    It is wide because a training's life is here: it begins, hands over to a later one, and ends, with all its parts.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer

@@ -16,7 +16,7 @@ from penstock.offload._taken import Taken
 
 
 class Promise:
-    """What one training's user has promised, and what would break it."""
+    """The promise of one training's user, and what would break it."""
 
     def __init__(self, pages: Pages, taken: Taken):
         self._pages, self._taken = pages, taken

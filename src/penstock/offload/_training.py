@@ -145,7 +145,8 @@ def parameters(
 class Training:
     """A context manager, made by `training`, to enter around each step; ``close`` it at the end.
 
-    It only guards and counts the steps: `Managed` takes model and optimizer over, and its `Pages` move.
+    It only guards, counts and measures the steps: `Managed` takes model and optimizer over, and its `Pages` move. It is
+    wide because every call of a user's is here.
     """
 
     model: nn.Module

@@ -1,6 +1,7 @@
 """The optimizers of a step, and the bytes of their state, also before their first step."""
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -40,20 +41,8 @@ class Optimizers:
         """Whether an optimizer has stepped for the first time since this was last set to ``False``."""
         self.around_step: Callable[..., None] | None = None  # any: a keyword says whether the step is over
         """A function to call before and after each of their steps."""
-        held = weakref.ref(self)  # PyTorch keeps hooks for all optimizers
-
-        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            alive = None if torch.compiler.is_compiling() else held()
-            if alive is not None and alive.is_ours(optimizer) and alive.around_step is not None:
-                alive.around_step(optimizer, is_over=False)
-
-        def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            alive = None if torch.compiler.is_compiling() else held()
-            if alive is not None and alive.is_ours(optimizer) and alive.around_step is not None:
-                alive.around_step(optimizer, is_over=True)
-
-        for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
-            weakref.finalize(self, handle.remove).atexit = False
+        _all.add(self)
+        _register_once()
 
     def __iter__(self) -> Iterator[torch.optim.Optimizer]:
         held = [held() for held in list(self._seen.values()) if held is not None]
@@ -94,6 +83,26 @@ class Optimizers:
             self.is_changed |= is_ours
             return is_ours
         return True
+
+
+_all: "weakref.WeakSet[Optimizers]" = weakref.WeakSet()
+"""All that want to know of steps."""
+
+
+@functools.cache
+def _register_once() -> None:
+    """Hook the steps of all optimizers, for good.
+
+    A hook that is removed while PyTorch goes through them, as when garbage is collected, breaks the step.
+    """
+    register_optimizer_step_pre_hook(functools.partial(_tell, is_over=False))
+    register_optimizer_step_post_hook(functools.partial(_tell, is_over=True))
+
+
+def _tell(optimizer: torch.optim.Optimizer, *_: Any, is_over: bool) -> None:
+    for each in () if torch.compiler.is_compiling() else list(_all):
+        if each.is_ours(optimizer) and each.around_step is not None:
+            each.around_step(optimizer, is_over=is_over)
 
 
 def state_storages(optimizers: list[torch.optim.Optimizer]) -> dict[int, int]:

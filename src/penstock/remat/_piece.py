@@ -323,7 +323,7 @@ class GraphPiece:
                 variant.arguments = variant.arguments.each_once()
                 self._capture(variant, arguments)
         except Exception as error:  # operators, subclasses and changes of arguments that PyTorch cannot trace raise any
-            is_told = isinstance(error, PenstockError) and not isinstance(error, CaptureError)
+            is_told = (isinstance(error, PenstockError) or _is_ours(error)) and not isinstance(error, CaptureError)
             if is_told or isinstance(error, MemoryError | torch.OutOfMemoryError):
                 raise
             is_known = isinstance(error, (CaptureError, *_aot.cannot_trace()))
@@ -442,6 +442,14 @@ def _refusal(error: Exception) -> CaptureError:
         f"the step could not be captured by PyTorch {torch.__version__}{newer if _dynamo.is_untested() else ''}: "
         f"{_why(error)}. Train it with penstock.remat.compile(step, budget=...), which runs such parts eagerly"
     )
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether Penstock itself raised an error, as for a directory that cannot be used."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return place is not None and place.tb_frame.f_globals.get("__name__", "").startswith("penstock.")
 
 
 def _why(error: BaseException) -> str:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
+from penstock.arguments import must_be
 from penstock.forks import renewed_in_child
 
 
@@ -38,6 +39,8 @@ class Gate:
         May be nested, and entered by a tracing thread or a thread of autograd's backward. ``is_awaited`` says that a
         computing thread may wait for this one, which then goes before waiting tracers.
         """
+        if not isinstance(is_awaited, bool):
+            raise must_be("is_awaited", "True or False", is_awaited, "with penstock.tiers.gate.computing():")
         mine = self._mine
         if mine.depth or mine.is_tracing:
             mine.depth += 1
