@@ -32,7 +32,7 @@ _AT_ONCE = 16
 class Updates:
     """The step of one optimizer.
 
-    It is wide because an update may run whole, in parts, put off, in backward or on the host, and a step has some of each.
+    It is wide because an update may run whole, in parts, put off, in backward or on the host, all in one step.
     """
 
     def __init__(
