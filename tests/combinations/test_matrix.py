@@ -249,12 +249,12 @@ def test_remat_beside_a_fleet(account):
 def test_profiling_a_step_does_not_change_the_parameters_that_a_job_draws(monkeypatch):
     model, batch = gpt(), tokens(7)
     is_profiled, is_half_built, threads = threading.Event(), threading.Event(), []
-    workspaces = _profile._workspaces
+    workspace_bytes = _profile._workspace_bytes
 
-    def until_half_built(distinct):
+    def until_half_built(run):
         is_profiled.set()
         is_half_built.wait(1.0)  # which it is not, for as long as the profile has the generators
-        return workspaces(distinct)
+        return workspace_bytes(run)
 
     def make():
         is_profiled.wait()
@@ -269,7 +269,7 @@ def test_profiling_a_step_does_not_change_the_parameters_that_a_job_draws(monkey
     expected = trained_plainly(drawing_job)
     is_profiled.clear()
     is_half_built.clear()
-    monkeypatch.setattr(_profile, "_workspaces", until_half_built)
+    monkeypatch.setattr(_profile, "_workspace_bytes", until_half_built)
     threads.append(threading.Thread(target=lambda: remat.optimize(model, batch, None).close()))
     threads[0].start()
     is_profiled.wait()

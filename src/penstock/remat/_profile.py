@@ -151,10 +151,11 @@ def _runnable(call: fx.Node, filler: int) -> Callable[[], Any]:
 
 def _workspace_bytes(run: _Run) -> int:
     """Return the bytes that an operator takes at its peak in addition to its results; 0 where nothing counts them."""
-    if not run.works or not can_record(run.device):
+    device = run.device if is_accelerator(run.device) else "cpu"  # also for what is traced on 'meta'
+    if not run.works or not can_record(device):
         return 0
     operator = run.made()
-    with record_memory(run.device, this_thread_only=True) as recording:  # only differences matter
+    with record_memory(device, this_thread_only=True) as recording:  # only differences matter
         operator()
     return max(0, recording.report.activation_bytes - _made_bytes(run.call))
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from penstock.devices import is_accelerator
+from penstock.devices import has_backend, is_accelerator
 from penstock.errors import GraphBreakWarning
 from penstock.probe import PeakReport
 from penstock.remat import _dynamo
@@ -35,6 +35,7 @@ from penstock.remat._profile import Costs, ModelledCosts
 from penstock.remat._settings import PlanSettings
 from penstock.remat._share import Share
 from penstock.remat._warn import warn
+from penstock.tiers import gate
 
 _WORTH_MEASURING = 0.05
 """Share of the budget below which an eager rest that cannot be measured causes no warning."""
@@ -192,7 +193,9 @@ class Session:
     def look(self, arguments: Iterable[torch.Tensor]) -> None:
         """Look at what the process holds beside the step, of which ``arguments`` are those of the next call."""
         with self._lock:
-            if is_due(self.num_calls) and not self._waiting and self.has_budget:
+            # while a step is traced nothing is held, and while other threads compute they cannot be looked at
+            may_look = has_backend(self.device) and (is_accelerator(self.device) or not gate.others_compute)
+            if may_look and is_due(self.num_calls) and not self._waiting and self.has_budget:
                 self.beside.look(self.device, arguments, is_new_round=is_first_due(self.num_calls))
                 self.planner.settle()
 
