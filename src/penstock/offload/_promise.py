@@ -8,24 +8,24 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils._mode_utils import no_dispatch
 
 from penstock.offload._operators import id_or_zero
 from penstock.offload._page import Page
 from penstock.offload._pages import Pages
-from penstock.offload._taken import Taken
 
 
 class Promise:
     """The promise of one training's user, and what would break it."""
 
-    def __init__(self, pages: Pages, taken: Taken):
-        self._pages, self._taken = pages, taken
+    def __init__(self, pages: Pages):
+        self._pages = pages
         self._settings: list[dict[str, Any]] = []
         """Settings of the groups at the first update in backward of this step."""
         self._storages: set[int] = set()
         """Storages of the parameters that were updated in backward, until ``optimizer.step()``."""
-        self._used: dict[int, torch.Tensor] = {}
-        """By parameter, the stand-in of a gradient that its update has used."""
+        self._used: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        """The numbers behind what stands in for gradients that updates have used."""
 
     def begin(self, settings: list[dict[str, Any]]) -> None:
         """Begin with the first update in backward of a step, which takes these settings of the optimizer's groups."""
@@ -64,19 +64,22 @@ class Promise:
                     )
 
     def stand_in(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that looks like the gradient, has one number, and raises an error once somebody uses it."""
-        if id(parameter) not in self._used:
-            name = self._taken.name(parameter)
+        """Return a tensor that looks like the gradient, has one number, and raises an error once somebody uses it.
 
-            def refuse() -> None:
-                raise RuntimeError(
-                    f"the gradient of {name} was used by its update, and is gone: update_in_backward=True promises "
-                    "that nobody reads or adds to gradients after backward. Call optimizer.zero_grad() before anything "
-                    "else, or leave it out, and continue from the last checkpoint"
-                )
-
+        All of one kind share the number, so that they take no memory that plain updates would not.
+        """
+        kind = parameter.dtype, parameter.device
+        if kind not in self._used:
             with torch.no_grad():
-                number = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-                self._used[id(parameter)] = number.expand(parameter.shape)
-            self._pages.register.due[id_or_zero(number)] = refuse
-        return self._used[id(parameter)]
+                self._used[kind] = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+            self._pages.register.due[id_or_zero(self._used[kind])] = _refuse_gradient
+        with no_dispatch():  # the watch would take it for a use
+            return self._used[kind].expand(parameter.shape)
+
+
+def _refuse_gradient() -> None:
+    raise RuntimeError(
+        "the gradient of a parameter was used by its update, and is gone: update_in_backward=True promises that nobody "
+        "reads or adds to gradients after backward. Call optimizer.zero_grad() before anything else, or leave it out, "
+        "and continue from the last checkpoint"
+    )

@@ -62,7 +62,7 @@ class Updates:
         """Parameters whose gradients this backward has completed, and whose updates wait for its end."""
         self._updated: set[int] = set()
         """Parameters that this backward has updated."""
-        self._promise = Promise(pages, taken)
+        self._promise = Promise(pages)
 
     def begin(self) -> Callable[[], None]:
         """Replace ``optimizer.step``; return a function that restores it."""
@@ -275,6 +275,8 @@ class Updates:
         small, self._small = [parameter for parameter in self._small if parameter.grad is not None], []
         with torch.no_grad():
             self._update_together(small)
+        for parameter in small:
+            parameter.grad = self._promise.stand_in(parameter)
 
     def _note_broken(self) -> None:
         """Note that an update began and did not finish."""

@@ -285,7 +285,7 @@ class PageWatch:
                     touched.pages,
                     touched.written,
                     is_overwritten=touched.is_overwritten,
-                    is_noted=not touched.is_view and self._thread == threading.get_ident(),
+                    is_noted=not touched.is_view and self._trains(),
                 )
                 if func.namespace in _COMMUNICATION:  # it goes on in another thread after it returns
                     for page in touched.pages:
@@ -299,8 +299,12 @@ class PageWatch:
                 self._adopt(pages, func, new_storages(func, args, kwargs, result))
             return result
 
+    def _trains(self) -> bool:
+        """Whether this thread does the step's work: the one that trains, or autograd's for a device."""
+        return self._thread == threading.get_ident() or torch._C._current_graph_task_id() != -1
+
     def _adopt(self, pages: Pages, maker: Any, tensors: Iterable[torch.Tensor], known: Iterable[int] = ()) -> None:
-        if not pages.course.is_in_step or not self.adopts_results or self._thread != threading.get_ident():
+        if not pages.course.is_in_step or not self.adopts_results or not self._trains():
             return
         for tensor in tensors:
             if tensor.device == self._device and id_or_zero(tensor) not in known:
