@@ -223,7 +223,7 @@ def test_a_loop_that_goes_on_after_a_fault_trains_on(disk):
     ):
         loop.run(around=skipping(loop))
     assert loop.losses == plain.losses
-    assert offloader.summary().num_cycles == 7
+    assert offloader.summary().num_cycles == 8  # with the one whose backward failed
 
 
 def test_two_models_and_forwards_before_backwards(disk):

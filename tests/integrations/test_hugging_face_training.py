@@ -36,6 +36,7 @@ def callback_within(tmp_path, model, size_kib=2300):
     return CALLBACKS[-1]
 
 
+@pytest.mark.filterwarnings("ignore:Adafactor is not PyTorch's own")  # it is transformers'
 @pytest.mark.parametrize(
     "changes",
     [

@@ -590,6 +590,6 @@ def test_a_kept_promise_is_the_same(make_training):
     torch.manual_seed(0)
     for make in (
         lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
-        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
     ):
         assert_same_training(make_training, Transformer(), make, simple_step, update_in_backward=True)

@@ -47,6 +47,7 @@ def test_torch_save_finds_what_is_elsewhere(make_training, tmp_path, how):
     assert losses == expected
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # of the old format
 def test_what_takes_all_memory_at_once_is_refused(make_training, tmp_path):
     model = Transformer()
     ours = make_training(model, OPTIMIZERS["adamw"](model), beside(model, 6))

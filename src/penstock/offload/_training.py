@@ -268,10 +268,9 @@ class Training:
         saves.
         """
         with self._pages.lock:
-            if self._managed.device.type == "cpu":
-                self._pages.flush()  # the profiler does not report when memory from before it is freed
-                if any(page.held_bytes() for page in self._pages.register.pinned):
-                    return
+            is_cpu = self._managed.device.type == "cpu"
+            if is_cpu and any(page.held_bytes() for page in self._pages.register.pinned):
+                return
             self._meter = OthersMeter(self._pages, self._managed.device)
 
     @contextlib.contextmanager

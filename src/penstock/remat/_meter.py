@@ -24,19 +24,23 @@ class StepMeter:
         self._recording: MemoryRecording | None = None
         self._thread = 0
         """The thread whose step is measured."""
+        self._lock = threading.Lock()
 
     def begin(self, device: torch.device) -> bool:
         """Start to measure. Return ``False`` where that is not possible, on a CPU without compiled libraries."""
         self.cancel()
         if not can_record(device):
             return False
-        self._thread, self._open = threading.get_ident(), contextlib.ExitStack()
-        self._recording = self._open.enter_context(record_memory(device))
+        with self._lock:
+            if self._open is None:  # else another thread's step is being measured
+                opened = contextlib.ExitStack()
+                self._recording = opened.enter_context(record_memory(device))
+                self._thread, self._open = threading.get_ident(), opened
         return True
 
     def end(self) -> None:
         """End the measurement, if it belongs to this thread and no backward is running."""
-        recording = self._recording
+        recording = self._recording if self._thread == threading.get_ident() else None
         if recording is not None and not is_in_backward() and self.cancel():
             self._when_done(recording.report)
 
