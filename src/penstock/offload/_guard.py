@@ -11,11 +11,16 @@ those of before.
 import torch
 
 from penstock.native import allow_memory, refuse_memory
-from penstock.offload._page import Page
+from penstock.offload._page import Page, PageKind
 
 
 def refuse_access(page: Page, storage: torch.UntypedStorage) -> None:
-    """Let whoever asks for the memory of a page's storage get an error."""
+    """Let whoever asks for the memory of a page's storage get an error, unless it is a mere result.
+
+    Results are nobody's but the step's, and code such as DDP's compares the addresses of its buckets, wherever they are.
+    """
+    if page.kind is PageKind.OTHER:
+        return
     why = "is yet to be updated" if page.is_here else "is in another tier now"
     page.is_refused = refuse_memory(
         storage,
