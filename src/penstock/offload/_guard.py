@@ -17,7 +17,7 @@ from penstock.offload._page import Page, PageKind
 def refuse_access(page: Page, storage: torch.UntypedStorage) -> None:
     """Let whoever asks for the memory of a page's storage get an error, unless it is a mere result.
 
-    Results are nobody's but the step's, and code such as DDP's compares the addresses of its buckets, wherever they are.
+    Results are the step's alone, and code such as DDP's compares the addresses of its buckets, wherever they are.
     """
     if page.kind is PageKind.OTHER:
         return
