@@ -5,6 +5,7 @@ one thread. Optimizers that step in backward do not end it.
 """
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable
 
@@ -54,4 +55,5 @@ class StepMeter:
         return True
 
     def __del__(self) -> None:
-        self.cancel()
+        if not sys.is_finalizing():  # then the modules that a recording uses are going too
+            self.cancel()
