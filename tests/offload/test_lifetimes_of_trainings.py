@@ -1,6 +1,7 @@
 """Trainings live as long as what they train: several at once, dropped, made again; and accesses that no mode sees."""
 
 import copy
+import functools
 import gc
 import pickle
 import queue
@@ -276,6 +277,17 @@ def test_threads_read_and_train(tmp_path):
         return seen
 
     run(tmp_path, loop)
+
+
+def test_threads_of_any_callable_start(tmp_path):
+    model, seen = make_model(), queue.SimpleQueue()
+    ours = training(model, sgd(model), beside(model), disk=tmp_path)
+    for target in (seen.put, functools.partial(seen.put), seen.put):
+        thread = threading.Thread(target=target, args=(1,))
+        thread.start()
+        thread.join()
+    ours.close()
+    assert seen.qsize() == 3
 
 
 @guarded

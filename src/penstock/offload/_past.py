@@ -149,7 +149,8 @@ def _replace_all() -> None:
 
     @functools.wraps(start)
     def start_watched(self: threading.Thread) -> None:
-        if not (getattr(self, "_target", None) or self.run).__module__.startswith("penstock."):
+        work = getattr(self, "_target", None) or self.run
+        if not str(getattr(work, "__module__", None)).startswith("penstock."):  # a method of C has no module
             self.run = functools.partial(_run_watched, self.run)  # type: ignore[method-assign]
         start(self)
 
