@@ -173,6 +173,23 @@ def test_a_backward_in_a_thread_frees_what_forward_took():
     assert recording.report.timeline[-1][1] <= 2 * KIB
 
 
+def test_the_allocator_is_found_beside_threads_that_free():
+    """It is looked for once in a process, at any time. If that fails, nothing is counted from then on."""
+    library, is_over = _allocations._counter(), threading.Event()
+
+    def go_on():
+        while not is_over.is_set():
+            block(1)
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    try:
+        assert all(_allocations._sees_blocks(library) for _ in range(300))
+    finally:
+        is_over.set()
+        thread.join()
+
+
 # without the library
 
 
@@ -193,6 +210,21 @@ def test_without_the_library_a_running_profiler_is_refused(without_library):
     ):
         peak_bytes(lambda: None, device="cpu")
     assert peak_bytes(lambda: block(64), device="cpu").activation_bytes == 64 * KIB
+
+
+def test_without_the_library_a_profiler_of_another_thread_is_refused(without_library):
+    refused = []
+
+    def measure():
+        with pytest.raises(RuntimeError, match="profiler is already running") as caught:
+            peak_bytes(lambda: None, device="cpu")
+        refused.append(caught.value)
+
+    thread = threading.Thread(target=measure)
+    with torch.autograd.profiler.profile():
+        thread.start()
+        thread.join()
+    assert refused
 
 
 def test_without_the_library_measuring_inside_of_measuring_is_refused(without_library):

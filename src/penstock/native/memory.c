@@ -174,16 +174,23 @@ static int look_at(struct dl_phdr_info *library, size_t size, void *data) {
 static void before_fork(void) { pthread_mutex_lock(&lock); }
 static void after_fork(void) { pthread_mutex_unlock(&lock); }
 
-/* Replace the two functions in the imports of the library whose path ends so. Returns whether both were there.
- *
- * To be called once, after the library has used both, so that no thread is about to look them up and to write them.
- */
-int64_t penstock_memory_watch(const char *end_of_name) {
-    Search search = {end_of_name, 0, 0};
-    if (BY_CALL < 0) return 0;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static int is_watching;
+
+static void watch(void) {
+    Search search = {"/libc10.so", 0, 0};
+    if (BY_CALL < 0) return;
     dl_iterate_phdr(look_at, &search);
-    if (!search.has_take || !search.has_give) return 0;
-    return !pthread_atfork(before_fork, after_fork, after_fork);
+    is_watching = search.has_take && search.has_give && !pthread_atfork(before_fork, after_fork, after_fork);
+}
+
+/* Replace the two functions in the imports of libc10. Returns whether both were there. Further calls change nothing.
+ *
+ * To be called after the library has used both, so that no thread is about to look them up and to write them.
+ */
+int64_t penstock_memory_watch(void) {
+    pthread_once(&once, watch);
+    return is_watching;
 }
 
 /* Begin to record what this thread takes and all threads give back. Returns NULL if there is no memory for it. */

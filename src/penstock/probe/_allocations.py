@@ -36,7 +36,7 @@ def _counter() -> ctypes.CDLL | None:
     library = native.load("memory")
     if library is None:
         return None
-    library.penstock_memory_watch.argtypes = [ctypes.c_char_p]
+    library.penstock_memory_watch.argtypes = []
     library.penstock_memory_watch.restype = ctypes.c_int64
     library.penstock_memory_begin.argtypes = []
     library.penstock_memory_begin.restype = ctypes.c_void_p
@@ -45,14 +45,19 @@ def _counter() -> ctypes.CDLL | None:
     library.penstock_memory_free.argtypes = [ctypes.c_void_p]
     library.penstock_memory_free.restype = None
     torch.empty(1, device="cpu")  # the allocator has used both of its functions before they are replaced
-    return library if library.penstock_memory_watch(b"/libc10.so") and _sees_blocks(library) else None
+    return library if library.penstock_memory_watch() and _sees_blocks(library) else None
 
 
 def _sees_blocks(library: ctypes.CDLL) -> bool:
-    """Whether a tensor that comes and goes is seen, as it is not if a build of PyTorch allocates in another way."""
+    """Whether a tensor that comes and goes is seen, as it is not if a build of PyTorch allocates in another way.
+
+    Meanwhile other threads may free what is theirs, and garbage may be collected.
+    """
     with _counted(library) as events:
-        size_bytes = torch.empty(4321, dtype=torch.uint8, device="cpu").nbytes
-    return [size for _, _, size in events] == [size_bytes, -1]
+        tensor = torch.empty(4321, dtype=torch.uint8, device="cpu")
+        address, size_bytes = tensor.data_ptr(), tensor.nbytes
+        del tensor
+    return [size for _, place, size in events if place == address][-2:] == [size_bytes, -1]
 
 
 def counts() -> bool:
@@ -99,7 +104,8 @@ def _profiled() -> Iterator[list[Event]]:
     process starts; a level that the user has set is kept. The allocator writes one line for every thousand freed blocks
     that were allocated before. It uses PyTorch's own log level.
     """
-    if torch.autograd._profiler_enabled() or not _profiling.acquire(blocking=False):  # type: ignore[attr-defined]
+    # the process has one: that of another thread would be stopped too early, and then crash
+    if torch.autograd.profiler._is_profiler_enabled or not _profiling.acquire(blocking=False):
         raise RuntimeError(
             "a PyTorch profiler is already running, and two of them break each other. Measure outside of it: "
             "penstock.probe.peak_bytes(step). With a C compiler (apt-get install gcc) memory is measured without one"
