@@ -92,6 +92,11 @@ def test_units_that_are_none_are_passed_over(tmp_path):
     assert page_of(tmp_path, folder).says("1 unit ran on 1 device within 1.0 s")
 
 
+def _rounded(duration_s):
+    """Return what a page may say: it subtracts times of day, which have a quarter of a microsecond."""
+    return {format_duration(duration_s + shift_s) for shift_s in (-1e-5, 0.0, 1e-5)}
+
+
 def test_figures_of_a_resumed_fleet_add_up(tmp_path):
     options = {"devices": ["cpu"], "budget": "64MiB", "host": "64MiB", "progress": None}
     jobs = [a_line(3), a_line(5, "another line")]
@@ -102,10 +107,11 @@ def test_figures_of_a_resumed_fleet_add_up(tmp_path):
     assert 0 < runs[1].devices[0].num_units < num_units
     page = page_of(tmp_path, runs[1])
     devices = page.table("Devices")
-    assert devices.line("cpu #0")[1:3] == [f"{num_units:,}", format_duration(compute_s)]
+    assert devices.line("cpu #0")[1] == f"{num_units:,}"
+    assert devices.line("cpu #0")[2] in _rounded(compute_s)
     assert "peaks and traffic are of the last process" in devices.caption
     assert page.says(f"{num_units} units ran on 1 device")
-    assert page.says(f"and took {format_duration(compute_s + stall_s)} in all")
+    assert any(page.says(f"and took {text} in all") for text in _rounded(compute_s + stall_s))
     from_folder = page_of(tmp_path, tmp_path / "run")
     assert from_folder.table("Devices").line("device 0")[1:] == devices.line("cpu #0")[1:5]
     for either in (page, from_folder):
