@@ -128,3 +128,26 @@ def test_a_step_that_has_to_be_one_graph_is_refused_by_name():
     model = Renormed()
     with pytest.raises(CaptureError, match=r"could not be captured by PyTorch .* Train it with"):
         remat.optimize(lambda x: model(x).sum(), [BATCH], "16MiB", fullgraph=True)
+
+
+@pytest.mark.parametrize("door", ["own", "string", "optimize"])
+def test_hooks_that_change_what_is_saved_are_refused(door):
+    """A plan saves other tensors than the model alone, so halves of them would round other values."""
+    model = nn.Sequential(Layer().linear, nn.Tanh())
+    if door == "optimize":
+        step = remat.optimize(model, [BATCH], "16MiB")
+    else:
+        step = through(door, model, "16MiB")
+    halves = torch.autograd.graph.saved_tensors_hooks(
+        lambda x: (x.dtype, x.bfloat16()), lambda pair: pair[1].to(pair[0])
+    )
+    with halves, pytest.raises(ValueError, match=r"is open around a planned step"):
+        step(BATCH)
+    with halves, torch.no_grad():
+        assert torch.equal(step(BATCH), model(BATCH))
+    with torch.autograd.graph.save_on_cpu():
+        step(BATCH).square().mean().backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    model(BATCH).square().mean().backward()
+    assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(model.parameters(), expected, strict=True))

@@ -24,7 +24,7 @@ from penstock.remat import _dynamo
 from penstock.remat._aside import Aside
 from penstock.remat._explain import Planned
 from penstock.remat._meter import StepMeter
-from penstock.remat._rest import EagerRest, MakeOffloading, Offloading, is_refused_beside
+from penstock.remat._rest import EagerRest, MakeOffloading, Offloading, is_refused_beside, refuse_hooks
 from penstock.remat._session import Session
 from penstock.remat._settings import PlanSettings
 
@@ -102,6 +102,7 @@ class Door:
     @contextlib.contextmanager
     def call(self, *arguments: Any) -> Iterator[None]:
         """Enclose one call with these arguments; without any, it is a call of what ``torch.compile`` has returned."""
+        refuse_hooks()
         session = self.session
         before, _running.session = _running.session, session
         session.num_calls += 1

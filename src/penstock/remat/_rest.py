@@ -108,6 +108,23 @@ def _is_counted(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not is_wrapped
 
 
+def refuse_hooks() -> None:
+    """Raise ``ValueError`` if hooks of the user's are open, which would change saved tensors as they like.
+
+    A plan saves other tensors than the model alone, and hands them over behind a ticket that hooks do not see. Hooks of
+    PyTorch's and ours give back what they got.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    pack = hooks[0] if hooks is not None and torch.is_grad_enabled() else refuse_hooks
+    if not (getattr(pack, "__module__", None) or "").startswith(("torch.", "penstock.")):
+        raise ValueError(
+            f"saved_tensors_hooks({getattr(pack, '__qualname__', pack)}, ...) is open around a planned step, which "
+            "saves other tensors than the model alone and does not pass them to hooks. Call the step outside of them. "
+            "To train with them, offload instead: with penstock.offload.activations(model, budget='6GiB'), inside of "
+            "which they can be open around parts of the model"
+        )
+
+
 def is_refused_beside(error: RuntimeError) -> bool:
     """Whether ``torch.func`` refuses to work together with hooks.
 
