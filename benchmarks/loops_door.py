@@ -315,9 +315,19 @@ class Compiled(Door):
 class CompiledByName(Door):
     """``torch.compile(model, backend="penstock")``."""
 
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self._compiled: list[Any] = []
+        """What it returned, which loops keep, also those that call the original."""
+
     def _take(self, models: list[nn.Module], optimizer: torch.optim.Optimizer | None) -> list[Any]:
         options: Any = {"budget": self._budget_bytes}
-        return [torch.compile(model, backend="penstock", options=options) for model in models]
+        self._compiled += [torch.compile(model, backend="penstock", options=options) for model in models]
+        return self._compiled[-len(models) :]
+
+    def forget(self) -> None:
+        super().forget()
+        self._compiled = []
 
 
 class ByAotEager(Door):

@@ -9,7 +9,7 @@ from breaking import DOORS, through
 from torch import nn
 
 from penstock import remat
-from penstock.errors import CaptureError
+from penstock.errors import BudgetNotKeptWarning, CaptureError
 
 BATCH = torch.randn(16, 24, generator=torch.Generator().manual_seed(0))
 
@@ -151,3 +151,17 @@ def test_hooks_that_change_what_is_saved_are_refused(door):
     model.zero_grad()
     model(BATCH).square().mean().backward()
     assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(model.parameters(), expected, strict=True))
+
+
+@DOORS
+def test_a_compiled_model_is_called_inside_of_transforms(door):
+    """There PyTorch refuses hooks, so nothing is counted by them, and that is said."""
+    model = nn.Sequential(Layer().linear, nn.Tanh(), nn.Linear(24, 1))
+    step = through(door, model, "16MiB")
+
+    def slopes(net):
+        return torch.func.vmap(torch.func.grad(lambda row: net(row[None])[0, 0]))(BATCH)
+
+    with pytest.warns(BudgetNotKeptWarning, match="which allows no hooks on saved tensors"):
+        got = slopes(step)
+    assert torch.equal(got, slopes(model))

@@ -24,7 +24,7 @@ from penstock.remat import _dynamo
 from penstock.remat._aside import Aside
 from penstock.remat._explain import Planned
 from penstock.remat._meter import StepMeter
-from penstock.remat._rest import EagerRest, MakeOffloading, Offloading, is_refused_beside, refuse_hooks
+from penstock.remat._rest import EagerRest, MakeOffloading, Offloading, are_hooks_off, is_refused_beside, refuse_hooks
 from penstock.remat._session import Session
 from penstock.remat._settings import PlanSettings
 
@@ -116,10 +116,12 @@ class Door:
                 *(buffer for module in session.beside.modules for buffer in module.buffers()),
                 *_tensors_of(arguments),
             )
-            as_eager = session.settings.as_eager
+            as_eager, counts = session.settings.as_eager, self.counts and not are_hooks_off()
+            if self.counts and not counts:
+                session.planner.not_kept.under_transforms()
             with (
                 _dynamo.tracing_a_step(as_eager=as_eager, has_rest=True),
-                self._offloading or (self._rest.counting(standing) if self.counts else contextlib.nullcontext()),
+                self._offloading or (self._rest.counting(standing) if counts else contextlib.nullcontext()),
             ):
                 if not session.is_within_a_step:
                     self._meter.end()

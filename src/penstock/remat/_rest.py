@@ -125,6 +125,11 @@ def refuse_hooks() -> None:
         )
 
 
+def are_hooks_off() -> bool:
+    """Whether this thread is inside of ``torch.func.grad`` or its kind, where PyTorch refuses hooks."""
+    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None  # type: ignore[attr-defined]
+
+
 def is_refused_beside(error: RuntimeError) -> bool:
     """Whether ``torch.func`` refuses to work together with hooks.
 
