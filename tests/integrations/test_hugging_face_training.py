@@ -122,7 +122,7 @@ def test_options(tmp_path):
     assert PenstockCallback(callback_arguments).summary() is None
 
 
-@pytest.mark.filterwarnings("ignore::penstock.errors.BudgetNotKeptWarning")  # what other tests left may grow by 24 KB
+@pytest.mark.filterwarnings("ignore::penstock.errors.BudgetNotKeptWarning")  # failed once, in a process of many tests
 @pytest.mark.parametrize("kind", ["gpt2", "tied", "lora", "two adapters", "adapted embedding"])
 def test_models_are_saved_within_the_budget(tmp_path, kind):
     def made():

@@ -134,10 +134,11 @@ def test_a_step_that_has_to_be_one_graph_is_refused_by_name():
 def test_hooks_that_change_what_is_saved_are_refused(door):
     """A plan saves other tensors than the model alone, so halves of them would round other values."""
     model = nn.Sequential(Layer().linear, nn.Tanh())
-    if door == "optimize":
-        step = remat.optimize(model, [BATCH], "16MiB")
-    else:
-        step = through(door, model, "16MiB")
+    step = {
+        "own": lambda: remat.compile(model, budget="16MiB"),
+        "string": lambda: torch.compile(model, backend="penstock", options={"budget": "16MiB"}, dynamic=False),
+        "optimize": lambda: remat.optimize(model, [BATCH], "16MiB"),
+    }[door]()
     halves = torch.autograd.graph.saved_tensors_hooks(
         lambda x: (x.dtype, x.bfloat16()), lambda pair: pair[1].to(pair[0])
     )
@@ -145,6 +146,7 @@ def test_hooks_that_change_what_is_saved_are_refused(door):
         step(BATCH)
     with halves, torch.no_grad():
         assert torch.equal(step(BATCH), model(BATCH))
+    assert torch._dynamo.config.automatic_dynamic_shapes  # torch.compile has taken back what it set
     with torch.autograd.graph.save_on_cpu():
         step(BATCH).square().mean().backward()
     expected = [parameter.grad for parameter in model.parameters()]

@@ -9,6 +9,7 @@ are recorded (`peak_bytes` and blocks of the user's), while no other profiler ru
 
 import ctypes
 import functools
+import itertools
 import os
 import struct
 import threading
@@ -57,7 +58,8 @@ def _sees_blocks(library: ctypes.CDLL) -> bool:
         tensor = torch.empty(4321, dtype=torch.uint8, device="cpu")
         address, size_bytes = tensor.data_ptr(), tensor.nbytes
         del tensor
-    return [size for _, place, size in events if place == address][-2:] == [size_bytes, -1]
+    seen = [size for _, place, size in events if place == address]  # others may have the place before and afterwards
+    return (size_bytes, -1) in itertools.pairwise(seen)
 
 
 def counts() -> bool:
@@ -105,7 +107,8 @@ def _profiled() -> Iterator[list[Event]]:
     that were allocated before. It uses PyTorch's own log level.
     """
     # the process has one: that of another thread would be stopped too early, and then crash
-    if torch.autograd.profiler._is_profiler_enabled or not _profiling.acquire(blocking=False):
+    is_running = torch.autograd.profiler._is_profiler_enabled or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    if is_running or not _profiling.acquire(blocking=False):
         raise RuntimeError(
             "a PyTorch profiler is already running, and two of them break each other. Measure outside of it: "
             "penstock.probe.peak_bytes(step). With a C compiler (apt-get install gcc) memory is measured without one"

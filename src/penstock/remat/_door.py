@@ -24,7 +24,7 @@ from penstock.remat import _dynamo
 from penstock.remat._aside import Aside
 from penstock.remat._explain import Planned
 from penstock.remat._meter import StepMeter
-from penstock.remat._rest import EagerRest, MakeOffloading, Offloading, are_hooks_off, is_refused_beside, refuse_hooks
+from penstock.remat._rest import EagerRest, MakeOffloading, Offloading, are_hooks_off, is_refused_beside, users_hooks
 from penstock.remat._session import Session
 from penstock.remat._settings import PlanSettings
 
@@ -102,7 +102,6 @@ class Door:
     @contextlib.contextmanager
     def call(self, *arguments: Any) -> Iterator[None]:
         """Enclose one call with these arguments; without any, it is a call of what ``torch.compile`` has returned."""
-        refuse_hooks()
         session = self.session
         before, _running.session = _running.session, session
         session.num_calls += 1
@@ -119,10 +118,11 @@ class Door:
             as_eager, counts = session.settings.as_eager, self.counts and not are_hooks_off()
             if self.counts and not counts:
                 session.planner.not_kept.under_transforms()
-            with (
-                _dynamo.tracing_a_step(as_eager=as_eager, has_rest=True),
-                self._offloading or (self._rest.counting(standing) if counts else contextlib.nullcontext()),
-            ):
+            if users_hooks() is not None:  # they see what runs eagerly, and graphs refuse them
+                watching: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+            else:
+                watching = self._offloading or (self._rest.counting(standing) if counts else contextlib.nullcontext())  # type: ignore[assignment]
+            with _dynamo.tracing_a_step(as_eager=as_eager, has_rest=True), watching:
                 if not session.is_within_a_step:
                     self._meter.end()
                     session.settle()

@@ -108,15 +108,25 @@ def _is_counted(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not is_wrapped
 
 
-def refuse_hooks() -> None:
-    """Raise ``ValueError`` if hooks of the user's are open, which would change saved tensors as they like.
+def users_hooks() -> Any:  # any: whatever can be called
+    """Return the function by which hooks of the user's pack saved tensors now, or ``None``.
 
-    A plan saves other tensors than the model alone, and hands them over behind a ticket that hooks do not see. Hooks of
-    PyTorch's and ours give back what they got.
+    They may change tensors as they like. Hooks of PyTorch's and ours give back what they got.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
-    pack = hooks[0] if hooks is not None and torch.is_grad_enabled() else refuse_hooks
-    if not (getattr(pack, "__module__", None) or "").startswith(("torch.", "penstock.")):
+    if hooks is None or not torch.is_grad_enabled():
+        return None
+    is_known = (getattr(hooks[0], "__module__", None) or "").startswith(("torch.", "penstock."))
+    return None if is_known else hooks[0]
+
+
+def refuse_hooks() -> None:
+    """Raise ``ValueError`` if hooks of the user's are open.
+
+    A plan saves other tensors than the model alone, and hands them over behind a ticket that hooks do not see.
+    """
+    pack = users_hooks()
+    if pack is not None:
         raise ValueError(
             f"saved_tensors_hooks({getattr(pack, '__qualname__', pack)}, ...) is open around a planned step, which "
             "saves other tensors than the model alone and does not pass them to hooks. Call the step outside of them. "

@@ -21,7 +21,6 @@ from penstock.remat._door import Door
 from penstock.remat._explain import Planned
 from penstock.remat._piece import RehearsalOver
 from penstock.remat._problem import Method, RematProblem
-from penstock.remat._rest import refuse_hooks
 from penstock.remat._session import Session
 from penstock.remat._settings import PlanSettings, Size
 from penstock.remat._warn import warn
@@ -55,7 +54,6 @@ class OptimizedStep:
         """Run the step as planned. Arguments of another shape are planned first."""
         if self._broken is not None:
             return self._broken(*arguments, **keywords)
-        refuse_hooks()
         key = _signature(arguments, keywords)
         if key in self._compiled:
             try:

@@ -32,6 +32,7 @@ from penstock.remat._plan import RematPlan
 from penstock.remat._planner import Planner, Step
 from penstock.remat._problem import RematProblem
 from penstock.remat._profile import Costs, ModelledCosts
+from penstock.remat._rest import refuse_hooks
 from penstock.remat._settings import PlanSettings
 from penstock.remat._share import Share
 from penstock.remat._warn import warn
@@ -102,6 +103,7 @@ class Session:
                     "this compiled step was closed with close(). Compile it again: "
                     "penstock.remat.compile(model, budget='6GiB')"
                 )
+            refuse_hooks()  # here, since a context of torch.compile that raises leaves its settings behind
             return alive(*arguments)
 
         return _dynamo.outside(run)
