@@ -237,7 +237,7 @@ class Session:
     @property
     def wants_to_be_measured(self) -> bool:
         """Whether steps were planned, or cannot be, and the peak of some is not known yet."""
-        is_known = bool(self.planner.sequences) if self.planner.planned else self.beside.rest_bytes > 0
+        is_known = bool(self.planner.sequences) or (not self.planner.planned and self.beside.rest_bytes > 0)
         return self.has_budget and is_known and self.planner.measured.goes_on(self.num_calls)
 
     @property
@@ -264,7 +264,7 @@ class Session:
             self.planner.measured.tried()
             stood_bytes = self._stood_bytes - self.beside.standing_bytes()  # what came since was not there
             taken_bytes = report.activation_bytes + stood_bytes
-            if not self.planner.planned:
+            if not self.planner.planned and not self.planner.sequences:
                 self._ran_eagerly(taken_bytes + self.beside.standing_before([]))
             self.planner.was_measured(self._step, taken_bytes)
 
