@@ -1,11 +1,16 @@
 """Fleets beside other fleets, profilers and processes."""
 
+import contextlib
+import itertools
+import sqlite3
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from penstock.fleet._state import FleetState
 
 HERE = Path(__file__).parent
 _SETUP = """
@@ -128,3 +133,25 @@ def test_of_two_processes_that_start_together_one_trains(tmp_path):
     said = sorted(output for output, _ in outputs)
     assert said[0] == ""
     assert "already holds a fleet" in said[1] or "a process is running the fleet" in said[1]
+
+
+def test_another_process_at_the_wrong_moment_is_waited_for(tmp_path, monkeypatch):
+    """SQLite refuses at once, without waiting, to change how a file is kept while another may write to it."""
+    state, opened, num_opened = FleetState(tmp_path), FleetState._open, itertools.count(1)
+    other = sqlite3.connect(tmp_path / "fleet.db", isolation_level=None)
+
+    @contextlib.contextmanager
+    def watched(self):
+        number = next(num_opened)
+        if number == 2:  # the folder is claimed, and its file not yet changed
+            other.execute("BEGIN IMMEDIATE")
+        if number == 3:
+            other.rollback()
+        with opened(self) as database:
+            yield database
+
+    monkeypatch.setattr(FleetState, "_open", watched)
+    with contextlib.closing(other):
+        state.create()
+        assert next(num_opened) > 3  # it was refused once
+        assert other.execute("PRAGMA journal_mode").fetchone() == ("wal",)

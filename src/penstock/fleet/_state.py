@@ -34,6 +34,8 @@ _COLUMNS = (
 )  # fmt: skip
 _SET = "INSERT OR REPLACE INTO fleet (key, value) VALUES (?, ?)"
 _AS_JSON = ("validation", "tags", "source")
+_WAIT_S = 30.0
+"""Seconds to wait for another process that uses the file."""
 ALIVE_S = 10.0
 """Seconds without a write after which a fleet counts as not running."""
 
@@ -140,8 +142,23 @@ class FleetState:
                 database.execute(statement)
             database.execute("UPDATE commands SET answer = 'the fleet had ended' WHERE answer IS NULL")
             self._say_alive(database)
-        with self._open() as database:
-            database.execute("PRAGMA journal_mode=WAL")
+        self._let_others_read()
+
+    def _let_others_read(self) -> None:
+        """Keep changes in a log, so that readers and writers do not wait for each other.
+
+        SQLite does not wait for another process that may write, but says at once that the file is locked.
+        """
+        end_s = time.monotonic() + _WAIT_S
+        while True:
+            try:
+                with self._open() as database:
+                    database.execute("PRAGMA journal_mode=WAL")
+                return
+            except FleetStateError as error:
+                if "is locked" not in str(error) or time.monotonic() > end_s:
+                    raise
+            time.sleep(0.01)
 
     def say_alive(self) -> None:
         """Write this process and the current time."""
@@ -253,7 +270,7 @@ class FleetState:
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
         try:
-            with closing(sqlite3.connect(self.path, timeout=30.0)) as database, database:
+            with closing(sqlite3.connect(self.path, timeout=_WAIT_S)) as database, database:
                 yield database
         except sqlite3.Error as error:
             raise FleetStateError(
