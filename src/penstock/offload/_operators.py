@@ -8,37 +8,14 @@ import torch
 from torch import nn
 
 from penstock.offload._page import Page
+from penstock.state import Effect, effect_of
 from penstock.storages import storage_id
-
-_OVERWRITE = ("zero_", "fill_", "copy_", "normal_", "uniform_")
-"""Operators that overwrite a tensor without reading it."""
 
 SMALL_BYTES = 16 * 1024
 """Smaller tensors stay on the device. They are norms and biases, and copying them costs more than keeping them."""
-_VIEWS = ("_unsafe_view", "_reshape_alias")
-"""Views that schemas do not declare as views."""
 PLAIN = (torch.Tensor, nn.Parameter)
 """PyTorch's own classes of tensors."""
-_RUNNING = ("running_mean", "running_var")
 Find = Callable[[int], Page | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Effect:
-    """The effect of an operator, by its schema."""
-
-    is_alias: bool
-    """Whether its result is the same tensor."""
-    is_view: bool
-    """Whether it reads no bytes. Its page is fetched all the same, since it needs a storage of the right size."""
-    writes: frozenset[int | str]
-    """Arguments that it writes to, by position and by name."""
-    overwrites: bool
-    """Whether it does not read what it writes to."""
-    is_of_lists: bool
-    """Whether it does the same to each tensor of a list."""
-    makes_new: bool
-    """Whether it may make new storages."""
 
 
 @dataclass(slots=True)  # one is made for every operator, and a frozen one takes three times as long
@@ -58,43 +35,6 @@ class Touched:
 
 
 _NOTHING = Touched((), (), False, False, False)
-
-
-_effects: dict[int, tuple[Any, Effect]] = {}
-"""Effects by the identity of operators, which hash slowly. The operator is kept too, so its identity stays valid."""
-
-
-def effect_of(func: Any) -> Effect:
-    """Return the effect of an operator, which is derived once."""
-    known = _effects.get(id(func))
-    if known is None:
-        known = _effects[id(func)] = (func, _derived(func))
-    return known[1]
-
-
-def _derived(func: Any) -> Effect:
-    schema = getattr(func, "_schema", None)
-    if schema is None:  # a higher-order operator needs all its arguments
-        return Effect(False, False, frozenset(), False, False, True)
-    name = schema.name.split("::")[-1]
-    writes: set[int | str] = set()
-    for place, argument in enumerate(schema.arguments):
-        is_written = argument.alias_info is not None and argument.alias_info.is_write
-        if is_written or (argument.name in _RUNNING and "batch_norm" in name):  # its schema does not say so
-            writes |= {place, argument.name}
-    return Effect(
-        is_alias=name in ("detach", "alias", "lift_fresh"),
-        is_view=not writes
-        and (name in _VIEWS or all(declared.alias_info is not None for declared in schema.returns))
-        and bool(schema.returns),
-        writes=frozenset(writes),
-        overwrites=name in _OVERWRITE or name == "_foreach_zero_",
-        is_of_lists=name.startswith(("_foreach_", "_amp_foreach_", "_fused_"))
-        and str(schema.arguments[0].type) == "List[Tensor]"  # not so _fused_dropout, _fused_rms_norm, QAT's observers
-        and len(schema.returns) <= 1  # _fused_adam returns several lists
-        and (not name.startswith("_foreach_addc") or schema.overload_name != "Tensor"),  # one tensor has all scalars
-        makes_new=name not in _VIEWS and any(declared.alias_info is None for declared in schema.returns),
-    )
 
 
 def new_storages(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Sequence[torch.Tensor]:

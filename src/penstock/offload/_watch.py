@@ -15,10 +15,11 @@ from penstock.errors import ForkedProcessError
 from penstock.forks import renewed_in_child
 from penstock.offload._casts import ADD, CAST, Casts
 from penstock.offload._norms import NORMS, Norms
-from penstock.offload._operators import Touched, effect_of, id_or_zero, in_parts, new_storages, parts_of_sparse, touches
+from penstock.offload._operators import Touched, id_or_zero, in_parts, new_storages, parts_of_sparse, touches
 from penstock.offload._page import Page, PageKind
 from penstock.offload._pages import Pages
 from penstock.offload._past import begin_watching, do_pending, end_watching
+from penstock.state import effect_of
 from penstock.storages import has_bytes
 
 _PART_BYTES = 8 * 2**20
