@@ -377,9 +377,9 @@ def test_steps_are_nearly_as_short_as_with_the_best_choice_of_what_intervals(pro
         for (index, use), is_kept in zip(every, kept, strict=True):
             flags[index][use] = is_kept
         for lag in (0, 2):
-            plan = planner._place(flags, problem.arena_bytes, lag)
-            if plan.arena_bytes <= problem.arena_bytes:
-                step_s = simulate(problem, plan).step_s
+            arrangement = planner._place(flags, problem.arena_bytes, lag)
+            if arrangement.arena_bytes <= problem.arena_bytes:
+                step_s = simulate(problem, arrangement.plan()).step_s
                 shortest = step_s if shortest is None else min(shortest, step_s)
     try:
         found = best_plan([problem])

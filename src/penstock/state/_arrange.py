@@ -95,67 +95,78 @@ class _Arc:
         return self.first + self.length - 1
 
 
-def arranged(
-    problem: StateProblem,
-    kept: Sequence[Sequence[bool]],
-    arrivals: Sequence[Arrival],
-    departures: Sequence[Departure],
-    lag: int,
-) -> StatePlan:
-    """Return the plan with these copies. A range that a copy out frees is used again ``lag`` operators later."""
-    size = problem.num_operators
-    ins = sorted(arrivals, key=lambda arrival: (arrival[0] % size, arrival[0] < 0))
-    outs = sorted(departures)
-    arcs = _arcs(problem, kept, ins, outs)
-    arena_bytes = _lay_down(arcs, size, lag)
-    spaces = _Spaces(arcs, size, len(outs))
-    offsets = [[0] * len(page.uses) for page in problem.pages]
-    needs_out = [NEVER] * size
-    for arc in arcs:
-        for use in arc.uses:
-            offsets[arc.page][use] = arc.offset_bytes
-        if problem.pages[arc.page].is_born and 0 in arc.uses:
-            needs_out[arc.first] = max(needs_out[arc.first], spaces.free(arc)[1])
-    copies_in, needs_in = _copies_in(problem, ins, outs, {arc.arrival: arc for arc in arcs}, spaces)
-    return StatePlan(
-        kept=tuple(map(tuple, kept)),
-        copies_in=copies_in,
-        copies_out=tuple(
-            PageCopy(page=page, use=use, position=position, offset_bytes=offsets[page][use], operator=position)
-            for position, page, use in outs
-        ),
-        needs_in=needs_in,
-        needs_out=tuple(needs_out),
-        offsets_bytes=tuple(map(tuple, offsets)),
-        arena_bytes=arena_bytes,
-    )
+class Arrangement:
+    """The copies of a plan with a range of the arena for each page, before their waits are worked out."""
 
+    def __init__(
+        self,
+        problem: StateProblem,
+        kept: Sequence[Sequence[bool]],
+        arrivals: Sequence[Arrival],
+        departures: Sequence[Departure],
+        lag: int,
+    ):
+        """A range that a copy out frees is used again ``lag`` operators later."""
+        self._problem, self._kept = problem, kept
+        size = problem.num_operators
+        self._ins = sorted(arrivals, key=lambda arrival: (arrival[0] % size, arrival[0] < 0))
+        self._outs = sorted(departures)
+        self._arcs = _arcs(problem, kept, self._ins, self._outs)
+        self.arena_bytes = _lay_down(self._arcs, size, lag)
+        """Bytes that all pages need."""
 
-def _copies_in(
-    problem: StateProblem, ins: Sequence[Arrival], outs: Sequence[Departure], arcs: dict[int, _Arc], spaces: "_Spaces"
-) -> tuple[tuple[PageCopy, ...], tuple[int, ...]]:
-    size = problem.num_operators
-    updates = {update.writes: number for number, update in enumerate(problem.updates) if update.writes >= 0}
-    left: dict[int, list[tuple[int, int]]] = {}
-    for number, (position, page, _) in enumerate(outs):
-        left.setdefault(page, []).append((position, number))
-    copies: list[PageCopy] = []
-    needs_in = [NEVER] * size
-    for number, (issued, used, page, use) in enumerate(ins):
-        arc = arcs[number]
-        operator, out = spaces.free(arc)
-        own = [other if position < arc.first else other - len(outs) for position, other in left.get(page, ())]
-        update = NEVER
-        if page in updates:
-            update = updates[page] - (0 if issued < 0 else len(problem.updates))
-        copies.append(
-            PageCopy(
-                page=page, use=use, position=arc.first, offset_bytes=arc.offset_bytes,
-                operator=operator, out=max([out, *own]), update=update,
+    def plan(self) -> StatePlan:
+        """Return the plan, with what every copy and operator waits for."""
+        problem = self._problem
+        spaces = _Spaces(self._arcs, problem.num_operators, len(self._outs))
+        offsets = [[0] * len(page.uses) for page in problem.pages]
+        needs_out = [NEVER] * problem.num_operators
+        for arc in self._arcs:
+            for use in arc.uses:
+                offsets[arc.page][use] = arc.offset_bytes
+            if problem.pages[arc.page].is_born and 0 in arc.uses:
+                needs_out[arc.first] = max(needs_out[arc.first], spaces.free(arc)[1])
+        copies_in, needs_in = self._copies_in(spaces)
+        return StatePlan(
+            kept=tuple(map(tuple, self._kept)),
+            copies_in=copies_in,
+            copies_out=tuple(
+                PageCopy(page=page, use=use, position=position, offset_bytes=offsets[page][use], operator=position)
+                for position, page, use in self._outs
+            ),
+            needs_in=needs_in,
+            needs_out=tuple(needs_out),
+            offsets_bytes=tuple(map(tuple, offsets)),
+            arena_bytes=self.arena_bytes,
+        )
+
+    def _copies_in(self, spaces: "_Spaces") -> tuple[tuple[PageCopy, ...], tuple[int, ...]]:
+        problem, num_ins, num_outs = self._problem, len(self._ins), len(self._outs)
+        arcs = {arc.arrival: arc for arc in self._arcs}
+        updates = {update.writes: number for number, update in enumerate(problem.updates)}
+        left: dict[int, list[tuple[int, int]]] = {}
+        for number, (position, page, _) in enumerate(self._outs):
+            left.setdefault(page, []).append((position, number))
+        copies: list[PageCopy] = []
+        needs_in = [NEVER] * problem.num_operators
+        for number, (issued, used, page, use) in enumerate(self._ins):
+            arc, is_for_next = arcs[number], issued < 0
+            operator, out = spaces.free(arc)
+            own = [other - num_outs * (position >= arc.first) for position, other in left.get(page, ())]
+            update = updates[page] - len(problem.updates) * (not is_for_next) if page in updates else NEVER
+            copies.append(
+                PageCopy(
+                    page=page,
+                    use=use,
+                    position=arc.first,
+                    offset_bytes=arc.offset_bytes,
+                    operator=operator,
+                    out=max([out, *own]),
+                    update=update,
+                )
             )
-        )  # fmt: skip
-        needs_in[used] = max(needs_in[used], number - (len(ins) if issued < 0 else 0))
-    return tuple(copies), tuple(needs_in)
+            needs_in[used] = max(needs_in[used], number - num_ins * is_for_next)
+        return tuple(copies), tuple(needs_in)
 
 
 def _arcs(

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import BudgetError
-from penstock.state._arrange import Departure, StatePlan, arranged
+from penstock.state._arrange import Arrangement, Departure, StatePlan
 from penstock.state._problem import StateProblem, StepPage
 from penstock.state._simulate import Simulated, simulate
 from penstock.units import format_bytes
@@ -60,23 +60,20 @@ def best_plan(problems: Iterable[StateProblem]) -> PlannedStep:
 
     Raises ``BudgetError`` if none of them fits; it says what the first needs.
     """
-    best: PlannedStep | None = None
-    refusal: BudgetError | None = None
-    for problem in problems:
-        planner = StatePlanner(problem)
-        plans = planner.plans(_MARGINS, _LAGS) or planner.plans(_LARGE_MARGINS, (0,))
-        if not plans:
-            try:
-                plans = [planner.leanest()]
-            except BudgetError as error:
-                refusal = refusal or error
-        for plan in plans:
-            simulated = simulate(problem, plan)
-            if best is None or simulated.step_s < best.simulated.step_s:
-                best = PlannedStep(problem=problem, plan=plan, simulated=simulated)
-    if best is None:
-        raise refusal or ValueError("give at least one problem: best_plan([problem])")
-    return best
+    planners = [StatePlanner(problem) for problem in problems]
+    if not planners:
+        raise ValueError("give at least one problem: best_plan([problem])")
+    refusals: list[BudgetError] = []
+    first: list[tuple[PlannedStep, StatePlanner]] = []
+    for planner in planners:
+        try:
+            first.append((planner.fastest(_MARGINS[1:2], _LAGS[1:2]), planner))
+        except BudgetError as error:
+            refusals.append(error)
+    if not first:
+        raise refusals[0]
+    best, planner = min(first, key=lambda pair: pair[0].simulated.step_s)
+    return min(best, planner.fastest(_MARGINS, _LAGS), key=lambda planned: planned.simulated.step_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +108,18 @@ class StatePlanner:
         ]
         self._choices = [choice for index in range(len(problem.pages)) for choice in self._choices_of(index)]
         self._turns = self._middles()
+        self._room_bytes = problem.arena_bytes
+        """Bytes of the arena that the last plan filled. Gaps took the rest, and will take about as much of the next."""
 
-    def plans(self, margins: Sequence[float], lags: Sequence[int]) -> list[StatePlan]:
-        """Return the plans for these settings that fit."""
+    def fastest(self, margins: Sequence[float], lags: Sequence[int]) -> PlannedStep:
+        """Return the fastest plan for any of these settings. Raises ``BudgetError`` if nothing fits."""
+        plans = self._plans(margins, lags) or self._plans(_LARGE_MARGINS, (0,)) or [self.leanest()]
+        planned = [
+            PlannedStep(problem=self._problem, plan=plan, simulated=simulate(self._problem, plan)) for plan in plans
+        ]
+        return min(planned, key=lambda step: step.simulated.step_s)
+
+    def _plans(self, margins: Sequence[float], lags: Sequence[int]) -> list[StatePlan]:
         tried = (
             self.plan(time_share=time_share, margin=margin, lag=lag)
             for time_share, margin, lag in itertools.product(_TIME_SHARES, margins, lags)
@@ -127,14 +133,16 @@ class StatePlanner:
         of the arena that is left to copies in. What a copy out frees is used again ``lag`` operators later.
         """
         arena_bytes = self._problem.arena_bytes
-        room_bytes, kept = arena_bytes, self._all_kept()
+        kept = self._all_kept()
+        room_bytes = arena_bytes if kept else min(arena_bytes, self._room_bytes + arena_bytes // 50)
         for _ in range(_MAX_FITS):
             kept = kept or self._keep(room_bytes - int(margin * arena_bytes), time_share)
-            plan = self._place(kept, room_bytes, lag)
-            if plan.arena_bytes <= arena_bytes:
-                return plan
+            arrangement = self._place(kept, room_bytes, lag)
+            if arrangement.arena_bytes <= arena_bytes:
+                self._room_bytes = room_bytes
+                return arrangement.plan()
             kept = None
-            room_bytes -= max(plan.arena_bytes - arena_bytes, arena_bytes // 200)
+            room_bytes -= max(arrangement.arena_bytes - arena_bytes, arena_bytes // 200)
         return None
 
     def _all_kept(self) -> list[list[bool]] | None:
@@ -153,10 +161,10 @@ class StatePlanner:
         """
         problem = self._problem
         room_bytes = int(self._needed.max(initial=0))
-        plan = self._place(self._keep(room_bytes, 1.0), room_bytes, 0)
-        if plan.arena_bytes > problem.arena_bytes:
+        arrangement = self._place(self._keep(room_bytes, 1.0), room_bytes, 0)
+        if arrangement.arena_bytes > problem.arena_bytes:
             pool_bytes = max(problem.pool_bytes)
-            least_bytes = plan.arena_bytes + pool_bytes
+            least_bytes = arrangement.arena_bytes + pool_bytes
             place = int(self._needed.argmax())
             names = [page.name for page in problem.pages if place in {use % problem.num_operators for use in page.uses}]
             raise BudgetError(
@@ -164,7 +172,7 @@ class StatePlanner:
                 f"{format_bytes(problem.budget_bytes)}: operator {place} of the step needs {', '.join(names[:3])} at "
                 f"once, beside {format_bytes(pool_bytes)} of operators' results. Smaller micro-batches need less"
             )
-        return plan
+        return arrangement.plan()
 
     # Keeping
 
@@ -220,8 +228,8 @@ class StatePlanner:
 
     # Placing
 
-    def _place(self, kept: Sequence[Sequence[bool]], room_bytes: int, lag: int) -> StatePlan:
-        """Return the plan in which copies in are issued as early as the arena has room."""
+    def _place(self, kept: Sequence[Sequence[bool]], room_bytes: int, lag: int) -> Arrangement:
+        """Return the arrangement in which copies in are issued as early as the arena has room."""
         problem = self._problem
         outs, ins = self._moves(kept)
         circle = _Circle(self._needed.copy())
@@ -232,7 +240,7 @@ class StatePlanner:
             circle.add(position + 1, position + lag, problem.pages[page].size_bytes)
         issued = self._issued(circle.bytes, ins, room_bytes)
         arrivals = [(position, used, page, use) for position, (used, _, page, use) in zip(issued, ins, strict=True)]
-        return arranged(problem, kept, arrivals, outs, lag)
+        return Arrangement(problem, kept, arrivals, outs, lag)
 
     def _moves(self, kept: Sequence[Sequence[bool]]) -> tuple[list[Departure], list[tuple[int, int, int, int]]]:
         """Return the copies out that follow from what is kept, and the copies in.

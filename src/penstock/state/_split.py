@@ -5,7 +5,9 @@ forward reads the weight. Late layers have most of it: their gradients come firs
 forward. So they go first, and how many is tried.
 """
 
+import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 from penstock.state._plan import PlannedStep, best_plan
 from penstock.state._problem import Rates, StateProblem
@@ -23,19 +25,20 @@ def best_split(
 ) -> tuple[float, PlannedStep]:
     """Return the share of the parameters that are best updated on the host, and the plan of that step.
 
-    All others are updated ``elsewhere``. Without ``rates.host_bytes_per_s`` all are. Raises ``BudgetError`` if no plan
-    keeps the budget.
+    All others are updated ``elsewhere``; without ``rates.host_bytes_per_s`` all are. With several micro-batches, their
+    weights come in as casts if that is faster. Raises ``BudgetError`` if no plan keeps the budget.
     """
     shares = _SHARES if rates.host_bytes_per_s else (0.0,)
-    tried: dict[float, StateProblem] = {}
+    kinds = (kind,) if kind.num_micro_batches == 1 else (kind, replace(kind, reads_casts=True))
+    tried: list[tuple[float, StateProblem]] = []
 
     def problems(which: tuple[float, ...]) -> Iterator[StateProblem]:
-        for share in which:
-            tried[share] = step_problem(record, kind, places(record, share, elsewhere), rates, budget_bytes)
-            yield tried[share]
+        for share, each in itertools.product(which, kinds):
+            tried.append((share, step_problem(record, each, places(record, share, elsewhere), rates, budget_bytes)))
+            yield tried[-1][1]
 
     def share_of(planned: PlannedStep) -> float:
-        return next(share for share, problem in tried.items() if problem is planned.problem)
+        return next(share for share, problem in tried if problem is planned.problem)
 
     best = best_plan(problems(shares))
     if len(shares) > 1:

@@ -41,6 +41,10 @@ class StepKind:
     """Parameters below that stay on the device, with their states."""
     min_saved_bytes: int = 4 * 2**20
     """Activations below that stay on the device."""
+    reads_casts: bool = False
+    """Whether weights that the device reads only as casts come in as casts, which each update writes anew: half of the
+    bytes for every pass, and as many more for the update. That pays with several micro-batches.
+    """
     waits_for_step: bool = False
     """Whether the host waits for `step()` before it updates: for clipping, or since the gradient may yet be changed."""
 
@@ -90,6 +94,8 @@ class _StepBuilder:
             for index in record.parameters
             if record.storages[index].size_bytes >= kind.min_page_bytes and index in self._gradients
         }
+        self._as_casts = can_be_on_host(record) if kind.reads_casts else frozenset()
+        """Parameters on the device that are read as casts of a page of their own."""
         self._uses: dict[_Key, dict[int, bool]] = {}
         """For each page the positions of its uses, and whether they write."""
         self._held: list[tuple[int, int, int]] = []
@@ -158,6 +164,10 @@ class _StepBuilder:
         if not self._has_gradient_page(parameter):
             gradient = self._gradients[parameter]
             self._held.append((gradient.size_bytes, len(self.seconds) - num_slices - 1, len(self.seconds) - 1))
+        if parameter in self._as_casts:
+            position = self._add_operator(1.5 * size_bytes / self._kind.device_bytes_per_s)
+            self._use(("weight", parameter, 0), position, writes=False)
+            self._use(("cast", parameter, 0), position, writes=True)
 
     def _use(self, key: _Key, position: int, *, writes: bool) -> None:
         uses = self._uses.setdefault(key, {})
@@ -167,7 +177,7 @@ class _StepBuilder:
 
     def _add_storage(self, index: int, storage: RecordedStorage, micro_batch: int, positions: list[int]) -> None:
         if storage.is_parameter and index in self._places:
-            if self._places[index] != "host":
+            if self._places[index] != "host" and index not in self._as_casts:
                 self._use_all(("weight", index, 0), storage, positions)
         elif self._is_replaced(storage):
             for position in storage.uses[1:] or storage.uses:
@@ -197,8 +207,10 @@ class _StepBuilder:
         )
 
     def _is_replaced(self, storage: RecordedStorage) -> bool:
-        """Whether the host writes this cast of a parameter."""
-        return storage.cast_of != NOBODY and self._places.get(storage.cast_of) == "host"
+        """Whether this cast of a parameter is a page, which the host or the last update has written."""
+        return self._places.get(storage.cast_of) == "host" or (
+            storage.cast_of in self._as_casts and storage.cast_of in self._places
+        )
 
     def _is_summed(self, parameter: int) -> bool:
         return self._kind.num_micro_batches > 1 and self._places[parameter] != "host"
@@ -261,7 +273,7 @@ class _StepBuilder:
             writes=tuple(uses[position] for position in positions),
             is_born=kind in ("saved", "gradient"),
             leaves=kind == "gradient" and is_on_host,
-            is_from_host=kind == "cast",
+            is_from_host=kind == "cast" and is_on_host,
         )
 
     def _size_of(self, kind: str, index: int) -> int:
