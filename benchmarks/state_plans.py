@@ -190,11 +190,11 @@ def _cases() -> list[Case]:
 def recorded(model: Model) -> tuple[StepRecord, float, int]:
     """Return the record with times scaled to the measured step, the factor, and the number of parameters."""
 
-    def loss(made: nn.Module) -> torch.Tensor:
-        tokens = torch.zeros(model.batch, model.length, dtype=torch.int64)
-        return made(tokens, tokens)
+    def make() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+        module, tokens = model.make(), torch.zeros(model.batch, model.length, dtype=torch.int64)
+        return module, lambda: module(tokens, tokens)
 
-    record = modelled_record(model.make, loss, H100)
+    record = modelled_record(make, H100)
     num_parameters = sum(record.storages[index].size_bytes for index in record.parameters) // 4
     update_s = _UPDATE_PASSES * 4 * num_parameters / (H100.memory_share * H100.memory_bytes_per_s)
     factor = model.plain_s / (sum(record.seconds) + update_s) if model.plain_s else 6 / 4  # 400 TFLOP/s are assumed

@@ -21,14 +21,14 @@ def make():
     return GPT(num_layers=4, width=128, num_heads=4, context=64, checkpointed=True)
 
 
-def loss(model):
-    tokens = torch.zeros(8, 64, dtype=torch.int64)
-    return model(tokens, tokens)
+def make_step():
+    model, tokens = make(), torch.zeros(8, 64, dtype=torch.int64)
+    return model, lambda: model(tokens, tokens)
 
 
 @pytest.fixture(scope="module")
 def record():
-    return modelled_record(make, loss, MACHINES["h200"])
+    return modelled_record(make_step, MACHINES["h200"])
 
 
 def named(record, name):
@@ -68,13 +68,13 @@ def test_a_checkpointed_weight_is_cast_in_forward_and_once_more(record):
 
 
 def test_operators_take_the_time_that_the_machine_needs(record):
-    other = modelled_record(make, loss, MACHINES["a100"])
+    other = modelled_record(make_step, MACHINES["a100"])
     assert other.names == record.names
     assert sum(other.seconds) >= sum(record.seconds) > 0
 
 
 def test_without_autocast_nothing_is_cast():
-    plain = modelled_record(make, loss, MACHINES["h200"], dtype=None)
+    plain = modelled_record(make_step, MACHINES["h200"], dtype=None)
     assert all(storage.cast_of == NOBODY for storage in plain.storages)
     assert not can_be_on_host(plain)
 
@@ -169,7 +169,7 @@ def test_late_layers_go_to_the_host_first(record):
 
 def test_the_host_takes_what_makes_a_step_shorter():
     """Small tensors on a slow link: moving the state is all that counts."""
-    record = modelled_record(make, loss, MACHINES["h200"])
+    record = modelled_record(make_step, MACHINES["h200"])
     slow = Rates(in_bytes_per_s=1e8, out_bytes_per_s=1e8, both_in_bytes_per_s=1e8, both_out_bytes_per_s=1e8, copy_s=0.0)
     budget_bytes = max(step_problem(record, KIND, {}, slow, 2**30).pool_bytes) + 3 * 2**20
     share, exact = best_split(record, KIND, slow, budget_bytes, elsewhere="backward")
@@ -204,7 +204,11 @@ class Shared(nn.Module):
 
 
 def test_shared_frozen_and_unused_parameters():
-    record = modelled_record(Shared, lambda model: model(torch.ones(16, 256)), MACHINES["h200"])
+    def make_shared():
+        shared, x = Shared(), torch.ones(16, 256)
+        return shared, lambda: shared(x)
+
+    record = modelled_record(make_shared, MACHINES["h200"])
     names = {record.storages[index].name for index in record.parameters}
     assert "first.weight" in names
     assert "second.weight" not in names

@@ -113,6 +113,19 @@ def plan(
     out: Annotated[
         Path | None, typer.Option(help="Folder to write the problem and pictures to.", show_default=False), FOLDER
     ] = None,
+    training: Annotated[
+        bool,
+        typer.Option(
+            "--training", help="Plan a model whose state exceeds the device. FACTORY() must return (model, batch)."
+        ),
+    ] = False,
+    micro_batches: Annotated[int, typer.Option(min=1, help="With --training: micro-batches for each update.")] = 1,
+    host_rate: Annotated[
+        int | None,
+        typer.Option(
+            parser=size, metavar="SIZE", help="With --training: bytes a second of host memory, to update there too."
+        ),
+    ] = None,
 ) -> Answer:
     """Show what memory budgets cost a training step, before you train. Exit code 3 if a given budget cannot be met.
 
@@ -121,12 +134,25 @@ def plan(
 
     With --machine nothing is measured, and workspaces of operators are not counted.
 
+    With --training, parameters, gradients and state leave the device too (penstock.offload.training). That needs a
+    --machine.
+
     Example: penstock plan train.py:make_step --budget 6GiB --disk /tmp --out plans
     """
-    from penstock.cli import _plan
+    from penstock.cli import _plan, _plan_training
     from penstock.machines import machine_named
 
     described = None if machine is None else machine_named(machine.value)
+    if training:
+        unused = {"--disk": disk, "--host": host, "--out": out}
+        for name, value in unused.items():
+            if value is not None:
+                raise typer.BadParameter("not with --training, which plans for host memory", param_hint=name)
+        if described is None:
+            raise typer.BadParameter("needed with --training: --machine h200", param_hint="--machine")
+        return _plan_training.answer(target, budget or [], described, micro_batches, host_rate, steps)
+    if host_rate is not None or micro_batches > 1:
+        raise typer.BadParameter("only with --training", param_hint="--host-rate, --micro-batches")
     options = {"disk": disk, "host": host, "method": method.value, "machine": described}
     return _plan.answer(target, budget or [], options, out, steps)
 

@@ -23,21 +23,21 @@ _EVERY_PASSES = {"forward": 4, "backward": 10}
 
 
 def modelled_record(
-    make: Callable[[], nn.Module],
-    loss: Callable[[nn.Module], torch.Tensor],
+    make: Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]],
     machine: Machine,
     *,
     dtype: torch.dtype | None = torch.bfloat16,
 ) -> StepRecord:
-    """Return the record of ``loss(model).backward()`` on ``machine``, of the model that ``make`` returns.
+    """Return the record of one micro-batch's forward and backward on ``machine``.
 
-    Both run on tensors without bytes: a model of any size takes seconds. ``dtype`` is that of autocast, ``None`` for
-    none. Raises whatever PyTorch raises if the step looks at numbers.
+    ``make`` returns the model and a function that returns its loss, a scalar. Both run on tensors without bytes, so
+    that a model of any size takes seconds. ``dtype`` is that of autocast, ``None`` for none. Raises whatever PyTorch
+    raises if the step looks at numbers.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # half a second, which few need
 
     with FakeTensorMode():
-        model = make()
+        model, loss = make()
         recorder = _Recorder(machine, model)
         handles = [
             parameter.register_post_accumulate_grad_hook(recorder.has_gradient)
@@ -46,7 +46,7 @@ def modelled_record(
         ]
         with recorder:
             with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
-                result = loss(model)
+                result = loss()
             recorder.backward = len(recorder.seconds)
             result.backward()  # type: ignore[no-untyped-call]
             del result
