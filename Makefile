@@ -51,6 +51,7 @@ bench: $(VENV)/ready
 	$(RUN) -m benchmarks.fleet_table --host 10GiB --json $(OUT)/fleet-table.json
 	$(RUN) -m benchmarks.planner --json $(OUT)/planner.json
 	$(RUN) -m benchmarks.planning --json $(OUT)/planning.json
+	$(RUN) -m benchmarks.state_plans --json $(OUT)/state-plans.json
 	$(RUN) -m benchmarks.remat --json $(OUT)/remat.json
 	$(RUN) -m benchmarks.relational --json $(OUT)/relational.json
 	$(RUN) -m benchmarks.relational_stream --json $(OUT)/relational-stream.json

@@ -241,7 +241,7 @@ def planned(case: Case, record: StepRecord, factor: float, num_parameters: int) 
     ]
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> list[Row]:
     options = common.parser(__doc__ or "")
     options.add_argument("--model", action="append", choices=list(MODELS), help="only these models")
     given = options.parse_args(arguments)
@@ -255,6 +255,7 @@ def main(arguments: list[str] | None = None) -> None:
     if given.json:
         config = {"machine": H100.title, "modelled": True, "budget": "a quarter of 16 bytes a parameter"}
         given.json.write_text(common.as_json(config, rows))
+    return rows
 
 
 if __name__ == "__main__":

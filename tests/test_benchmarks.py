@@ -17,6 +17,7 @@ from benchmarks import (
     remat,
     shapes,
     soak_tiers,
+    state_plans,
     unified,
     unified_faults,
     unified_graph,
@@ -85,6 +86,12 @@ def test_campaign_of_faults(tmp_path):
     rows = fleet_faults.main(["--quick", "--disk", str(tmp_path)])
     assert sum(row.value for row in rows if row.metric == "faults") >= 4
     assert all(row.value == 0 for row in rows if row.metric == "trials with something wrong")
+
+
+def test_state_plans_benchmark():
+    rows = {row.metric: row for row in state_plans.main(["--quick"])}
+    assert rows["step"].ratio <= rows["aim"].value == 1.8
+    assert 8 < rows["in"].value < 12
 
 
 def test_planner_benchmark(tmp_path):
