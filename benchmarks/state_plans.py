@@ -18,7 +18,18 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks import common
 from benchmarks.common import Row
 from penstock.machines import Machine
-from penstock.state import Place, Rates, StepKind, StepRecord, best_split, modelled_record, verify
+from penstock.state import (
+    Place,
+    Rates,
+    StatePlanner,
+    StepKind,
+    StepRecord,
+    best_split,
+    modelled_record,
+    simulate,
+    step_problem,
+    verify,
+)
 from penstock.testing import GPT
 
 H100 = Machine(
@@ -241,6 +252,43 @@ def planned(case: Case, record: StepRecord, factor: float, num_parameters: int) 
     ]
 
 
+def waterfall(name: str, record: StepRecord, factor: float, num_parameters: int) -> list[Row]:
+    """Return the step over plain as one part of the planner after another is added, a quarter of the state here."""
+    whole = StepKind(
+        device_bytes_per_s=H100.memory_share * H100.memory_bytes_per_s / factor,
+        device_passes=_UPDATE_PASSES,
+        slice_bytes=2**40,
+        min_saved_bytes=2**40,
+    )
+    leaving = replace(whole, min_saved_bytes=StepKind(device_bytes_per_s=1.0).min_saved_bytes)
+    sliced = replace(leaving, slice_bytes=StepKind(device_bytes_per_s=1.0).slice_bytes)
+    parts = [
+        ("by time held, whole updates", whole, 1.0),
+        ("and the inputs of blocks may leave", leaving, 1.0),
+        ("and updates in slices", sliced, 1.0),
+        ("and memory is dear where the order turns", sliced, 0.02),
+    ]
+    budget_bytes = 4 * num_parameters
+    plain_s = sum(record.seconds) + _UPDATE_PASSES * 4 * num_parameters / whole.device_bytes_per_s
+    steps: list[tuple[str, float | None]] = []
+    for part, kind, time_share in parts:
+        problem = step_problem(record, kind, dict.fromkeys(record.parameters, "backward"), RATES, budget_bytes)
+        plan = StatePlanner(problem).plan(time_share=time_share, margin=0.08, lag=20)
+        steps.append((part, None if plan is None else simulate(problem, plan).step_s))
+    searched = {"and margins and lags are searched": 0.0} | {f"and split, {_SPLIT[rate]}": rate for rate in _SPLIT}
+    for part, rate in searched.items():
+        rates = replace(RATES, host_bytes_per_s=rate)
+        _, best = best_split(record, sliced, rates, budget_bytes, elsewhere="backward")
+        steps.append((part, best.simulated.step_s))
+    rows = []
+    for part, step_s in steps:
+        print(f"{name}: {part:44s} {'does not fit' if step_s is None else f'{step_s / plain_s:5.2f}'}", flush=True)
+        if step_s is not None:
+            ratio = step_s / plain_s
+            rows.append(Row(name=f"{name}: {part}", metric="step", value=step_s, unit="s", peer="plain", ratio=ratio))
+    return rows
+
+
 def main(arguments: list[str] | None = None) -> list[Row]:
     options = common.parser(__doc__ or "")
     options.add_argument("--model", action="append", choices=list(MODELS), help="only these models")
@@ -252,6 +300,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         cases = [case for case in _cases() if case.model == name]
         for case in cases[:1] if given.quick else cases:
             rows += planned(case, record, factor, num_parameters)
+        if name in ("1.2B", "2.4B") and not given.quick:
+            rows += waterfall(name, record, factor, num_parameters)
     if given.json:
         config = {"machine": H100.title, "modelled": True, "budget": "a quarter of 16 bytes a parameter"}
         given.json.write_text(common.as_json(config, rows))

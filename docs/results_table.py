@@ -649,6 +649,24 @@ ENTRIES = {
             ),
         ),
     ),
+    "modelled-state-plans": Entry(
+        shows="Planned steps of models larger than the device, simulated on a modelled H100; nothing is measured",
+        command="state_plans",
+        figures=(
+            Figure(
+                label="a quarter of the state on the device, exact: {} of a plain step", metric="step",
+                name=r"(1\.2|2\.4)B: updates in backward, exact",
+            ),
+            Figure(
+                label="updates split with host memory of 122 GB/s: {}", metric="step",
+                name=r"(1\.2|2\.4)B: updates in backward, host memory 122 GB/s",
+            ),
+            Figure(
+                label="of 200 GB/s: {}", metric="step",
+                name=r"(1\.2|2\.4)B: updates in backward, host memory 200 GB/s",
+            ),
+        ),
+    ),
     "cpu-unified-faults": Entry(
         shows="Faults of ranks, disks and messages against tables that ranks and machines share",
         command="unified_faults",

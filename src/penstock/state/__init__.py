@@ -5,7 +5,7 @@
 - `modelled_record`: the record of a step on a machine that is not available.
 - `StepKind`, `Place`, `step_problem`: a step with its updates, as a problem.
 - `StateProblem`, `StepPage`, `HostUpdate`, `Rates`: what the planner knows.
-- `best_plan`, `best_split`: the fastest plan, and how much of the updates the host takes.
+- `best_plan`, `best_split`: the fastest plan, and how much of the updates the host takes. `StatePlanner`: one plan.
 - `StatePlan`, `PageCopy`, `PlannedStep`: what moves when, and where to.
 - `simulate`, `Simulated`: how long such a step takes.
 - `verify`: whether a plan is correct, by what must have happened before what.
@@ -17,6 +17,7 @@ from penstock.state._effects import Effect as Effect
 from penstock.state._effects import effect_of as effect_of
 from penstock.state._modelled import modelled_record as modelled_record
 from penstock.state._plan import PlannedStep as PlannedStep
+from penstock.state._plan import StatePlanner as StatePlanner
 from penstock.state._plan import best_plan as best_plan
 from penstock.state._problem import HostUpdate as HostUpdate
 from penstock.state._problem import Rates as Rates

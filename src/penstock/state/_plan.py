@@ -108,8 +108,6 @@ class StatePlanner:
         ]
         self._choices = [choice for index in range(len(problem.pages)) for choice in self._choices_of(index)]
         self._turns = self._middles()
-        self._room_bytes = problem.arena_bytes
-        """Bytes of the arena that the last plan filled. Gaps took the rest, and will take about as much of the next."""
 
     def fastest(self, margins: Sequence[float], lags: Sequence[int]) -> PlannedStep:
         """Return the fastest plan for any of these settings. Raises ``BudgetError`` if nothing fits."""
@@ -134,16 +132,23 @@ class StatePlanner:
         """
         arena_bytes = self._problem.arena_bytes
         kept = self._all_kept()
-        room_bytes = arena_bytes if kept else min(arena_bytes, self._room_bytes + arena_bytes // 50)
+        fits: Arrangement | None = None
+        fitting_bytes, failing_bytes, room_bytes = 0, arena_bytes, arena_bytes
         for _ in range(_MAX_FITS):
             kept = kept or self._keep(room_bytes - int(margin * arena_bytes), time_share)
             arrangement = self._place(kept, room_bytes, lag)
-            if arrangement.arena_bytes <= arena_bytes:
-                self._room_bytes = room_bytes
-                return arrangement.plan()
             kept = None
-            room_bytes -= max(arrangement.arena_bytes - arena_bytes, arena_bytes // 200)
-        return None
+            if arrangement.arena_bytes <= arena_bytes:
+                fits, fitting_bytes = arrangement, room_bytes
+            else:
+                failing_bytes = room_bytes
+            if failing_bytes - fitting_bytes <= arena_bytes // 100:
+                break
+            if fits is None:
+                room_bytes -= max(arrangement.arena_bytes - arena_bytes, arena_bytes // 200)
+            else:
+                room_bytes = (fitting_bytes + failing_bytes) // 2
+        return fits and fits.plan()
 
     def _all_kept(self) -> list[list[bool]] | None:
         """Return that all pages stay, if they fit: then nothing moves but what the host reads and writes."""
