@@ -302,9 +302,9 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             rows += planned(case, record, factor, num_parameters)
         if name in ("1.2B", "2.4B") and not given.quick:
             rows += waterfall(name, record, factor, num_parameters)
-    if given.json:
-        config = {"machine": H100.title, "modelled": True, "budget": "a quarter of 16 bytes a parameter"}
-        given.json.write_text(common.as_json(config, rows))
+        if given.json:  # after each model, since the largest take long
+            config = {"machine": H100.title, "modelled": True, "budget": "a quarter of 16 bytes a parameter"}
+            given.json.write_text(common.as_json(config, rows))
     return rows
 
 
