@@ -64,7 +64,7 @@ def answer(
     )
     parameter_bytes = sum(record.storages[index].size_bytes for index in record.parameters)
     plain_s = num_micro_batches * sum(record.seconds) + kind.device_passes * parameter_bytes / kind.device_bytes_per_s
-    rows = []
+    rows: list[TrainingRow] = []
     every = [
         (budget, rate)
         for budget in sorted(budgets) or [machine.memory_bytes]

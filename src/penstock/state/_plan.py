@@ -148,7 +148,7 @@ class StatePlanner:
                 room_bytes -= max(arrangement.arena_bytes - arena_bytes, arena_bytes // 200)
             else:
                 room_bytes = (fitting_bytes + failing_bytes) // 2
-        return fits and fits.plan()
+        return None if fits is None else fits.plan()
 
     def _all_kept(self) -> list[list[bool]] | None:
         """Return that all pages stay, if they fit: then nothing moves but what the host reads and writes."""
