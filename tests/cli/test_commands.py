@@ -414,7 +414,7 @@ def test_shells_complete_what_there_is(workplace, monkeypatch):
     assert completed("penstock fleet simulate p.yaml --scheduler sh", 5) == ["sharded-lrtf", "shortest-first"]
     assert completed("penstock plan train.py:make --method s", 4) == ["swap"]
     assert "planner" in completed("penstock bench pl", 2)
-    assert completed("penstock bench st", 2) == ["state_plans", "step", "strange"]
+    assert completed("penstock bench st", 2) == ["step", "state_plans", "strange"]
     assert completed("penstock fl", 1) == ["fleet"]
     monkeypatch.setattr(_bench_names, "source_tree", lambda: None)
     assert completed("penstock bench pl", 2) == []
