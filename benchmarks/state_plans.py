@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks import common
 from benchmarks.common import Row
-from penstock.machines import Machine
+from penstock.machines import MACHINES
 from penstock.state import (
     Place,
     Rates,
@@ -26,27 +26,22 @@ from penstock.state import (
     StepRecord,
     best_split,
     modelled_record,
+    plain_s,
     simulate,
     step_problem,
     verify,
 )
 from penstock.testing import GPT
 
-H100 = Machine(
+H100 = replace(
+    MACHINES["h200"],
     name="h100",
     title="NVIDIA H100 SXM, PCIe 5.0",
-    half_flops=989e12,
-    single_flops=67e12,
     memory_bytes=80 * 10**9,
     memory_bytes_per_s=3.35e12,
-    out_bytes_per_s=54e9,
-    in_bytes_per_s=54e9,
-    write_bytes_per_s=4e9,
-    read_bytes_per_s=6.8e9,
-    sources=("NVIDIA H100 Tensor Core GPU data sheet (2023)", "links: benchmarks/results, 2026-11-28"),
+    sources=("NVIDIA H100 Tensor Core GPU data sheet (2023)",),
     matmul_share=6e14 / 989e12,
     memory_share=2.6 / 3.35,
-    link_share=1.0,
 )
 """Rates that its operators reach: 600 TFLOP/s of matrix products and 2.6 TB/s of memory."""
 RATES = Rates(in_bytes_per_s=54e9, out_bytes_per_s=54e9, both_in_bytes_per_s=48e9, both_out_bytes_per_s=44e9)
@@ -225,8 +220,7 @@ def planned(case: Case, record: StepRecord, factor: float, num_parameters: int) 
     share, best = best_split(record, kind, rates, budget_bytes, elsewhere=case.elsewhere)
     verify(best.problem, best.plan)
     simulated = best.simulated
-    update_s = kind.device_passes * 4 * num_parameters / kind.device_bytes_per_s
-    plain_s = case.num_micro_batches * sum(record.seconds) + update_s
+    whole_s = plain_s(record, kind)
     split = f", {_SPLIT[case.host_bytes_per_s]}" if case.host_bytes_per_s else ", exact"
     name = f"{case.model}: {case.what}{split}"
     bytes_in, bytes_out = (
@@ -238,12 +232,12 @@ def planned(case: Case, record: StepRecord, factor: float, num_parameters: int) 
     }  # fmt: skip
     limit = max(busy, key=lambda lane: busy[lane])
     print(
-        f"{name:66s} {simulated.step_s / plain_s:5.2f} (aim {case.aim or '-'}) in {bytes_in:5.1f} out {bytes_out:5.1f}"
+        f"{name:66s} {simulated.step_s / whole_s:5.2f} (aim {case.aim or '-'}) in {bytes_in:5.1f} out {bytes_out:5.1f}"
         f" B/parameter, host {share:.0%}, {limit} {busy[limit] / simulated.step_s:.0%}",
         flush=True,
     )
     return [
-        Row(name=name, metric="step", value=simulated.step_s, unit="s", peer="plain", ratio=simulated.step_s / plain_s),
+        Row(name=name, metric="step", value=simulated.step_s, unit="s", peer="plain", ratio=simulated.step_s / whole_s),
         Row(name=name, metric="aim", value=case.aim, unit="of plain"),
         Row(name=name, metric="in", value=bytes_in, unit="bytes/parameter"),
         Row(name=name, metric="out", value=bytes_out, unit="bytes/parameter"),
@@ -269,7 +263,7 @@ def waterfall(name: str, record: StepRecord, factor: float, num_parameters: int)
         ("and memory is dear where the order turns", sliced, 0.02),
     ]
     budget_bytes = 4 * num_parameters
-    plain_s = sum(record.seconds) + _UPDATE_PASSES * 4 * num_parameters / whole.device_bytes_per_s
+    whole_s = plain_s(record, whole)
     steps: list[tuple[str, float | None]] = []
     for part, kind, time_share in parts:
         problem = step_problem(record, kind, dict.fromkeys(record.parameters, "backward"), RATES, budget_bytes)
@@ -282,9 +276,9 @@ def waterfall(name: str, record: StepRecord, factor: float, num_parameters: int)
         steps.append((part, best.simulated.step_s))
     rows = []
     for part, step_s in steps:
-        print(f"{name}: {part:44s} {'does not fit' if step_s is None else f'{step_s / plain_s:5.2f}'}", flush=True)
+        print(f"{name}: {part:44s} {'does not fit' if step_s is None else f'{step_s / whole_s:5.2f}'}", flush=True)
         if step_s is not None:
-            ratio = step_s / plain_s
+            ratio = step_s / whole_s
             rows.append(Row(name=f"{name}: {part}", metric="step", value=step_s, unit="s", peer="plain", ratio=ratio))
     return rows
 

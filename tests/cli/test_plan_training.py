@@ -18,6 +18,22 @@ def make():
 
 def make_looking():
     return torch.nn.Linear(4, 1), torch.ones(2, 4), 3
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.frozen = torch.nn.Linear(1024, 1024).requires_grad_(False)
+        self.head = torch.nn.Linear(1024, 64)
+
+    def forward(self, x, *, scale):
+        return self.head(self.frozen(x)).square().mean() * scale
+
+def make_mapping():
+    return Scaled(), {"x": torch.ones(16, 1024), "scale": 2.0}
+
+def make_item():
+    model = torch.nn.Linear(64, 64)
+    return {"model": model, "batch": torch.ones(2, 64), "loss": lambda model, batch: model(batch).mean().item()}
 """
 
 
@@ -86,3 +102,17 @@ def test_what_the_function_returns_is_checked(script):
     result = says(script, "--machine", "h200", function="make_looking")
     assert result.exit_code == 1
     assert "not a model with a batch" in " ".join(result.stderr.split())
+
+
+def test_a_batch_may_hold_keywords_and_a_frozen_weight_moves_one_way(script):
+    result = says(script, "--machine", "h200", "--budget", "6500KiB", "--json", function="make_mapping")
+    assert result.exit_code == 0, result.output
+    (plan,) = json.loads(result.stdout)["plans"]
+    assert 0 < plan["in_bytes"] < 16 * 2**20
+    assert plan["out_bytes"] < 4 * 2**20  # the frozen weight's: its copy below stays valid
+
+
+def test_a_loss_that_looks_at_numbers_is_told(script):
+    result = says(script, "--machine", "h200", function="make_item")
+    assert result.exit_code == 1
+    assert "numbers" in " ".join(result.stderr.split())

@@ -215,6 +215,8 @@ def test_shared_frozen_and_unused_parameters():
     problem = step_problem(record, KIND, dict.fromkeys(record.parameters, "backward"), RATES, 2**30)
     (weight,) = pages_of(problem, "weight of first.weight")
     assert sum(weight.writes) == 1
+    (frozen,) = pages_of(problem, "weight of frozen.weight")  # it leaves too, and is never copied out
+    assert not any(frozen.writes)
     assert not pages_of(problem, "state of frozen.weight")
     assert not pages_of(problem, "state of unused.weight")
     verify(problem, best_plan([problem]).plan)

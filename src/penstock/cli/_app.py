@@ -148,6 +148,8 @@ def plan(
         for name, value in unused.items():
             if value is not None:
                 raise typer.BadParameter("not with --training, which plans for host memory", param_hint=name)
+        if method is not PlanMethod.HYBRID:
+            raise typer.BadParameter("not with --training, which recomputes nothing", param_hint="--method")
         if described is None:
             raise typer.BadParameter("needed with --training: --machine h200", param_hint="--machine")
         return _plan_training.answer(target, budget or [], described, micro_batches, host_rate, steps)

@@ -44,7 +44,7 @@ def answer(subject: Subject, budget: int | None, tiers: Budget, machine: Machine
     """Plan the step with the machine's times. Exit code 3 if nothing fits ``budget``, by default all of its memory."""
     budget = machine.memory_bytes if budget is None else budget
     steps.phase(f"capturing the step for {machine.title}")
-    loss = subject.loss or _called
+    loss = subject.loss or called
     problem = remat.optimize(
         lambda batch: loss(subject.model, batch), [subject.batch], tiers, optimizer=subject.optimizer,
         machine=machine, fullgraph=True,
@@ -102,7 +102,7 @@ def _offloaded(
     try:
         model = copy.deepcopy(subject.model).to("meta")
         batch = torch.utils._pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to("meta"), subject.batch)
-        loss = subject.loss or _called
+        loss = subject.loss or called
         problem = offload.modelled_cycle(
             model, lambda: loss(model, batch).backward(), machine, to_disk=to_disk, is_staged=to_disk
         )
@@ -118,7 +118,7 @@ def _offloaded(
     return _fits(name, plan.peak_bytes, 1 + plan.stall_s / max(problem.step_s, 1e-12), budget)
 
 
-def _called(model: torch.nn.Module, batch: Any) -> Any:
+def called(model: torch.nn.Module, batch: Any) -> Any:
     """Return the loss of a model without a user's loss function, as `penstock.advise` does."""
     if isinstance(batch, dict):
         output = model(**batch)

@@ -10,12 +10,13 @@ from torch import nn
 
 from penstock.cli._advise import subject_of
 from penstock.cli._answer import Answer, ExitCode
+from penstock.cli._modelled import called as loss_of_model
 from penstock.cli._progress import Steps
 from penstock.cli._tables import print_table
 from penstock.cli._target import called, function_of
-from penstock.errors import BudgetError
+from penstock.errors import BudgetError, PenstockError
 from penstock.machines import Machine
-from penstock.state import PlannedStep, Rates, StepKind, StepRecord, best_split, modelled_record, verify
+from penstock.state import PlannedStep, Rates, StepKind, StepRecord, best_split, modelled_record, plain_s, verify
 from penstock.units import format_bytes, format_duration
 
 
@@ -52,18 +53,21 @@ def answer(
 
     def make() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
         subject = subject_of(target, called(target, factory))
-        loss = subject.loss
-        return (
-            subject.model,
-            lambda: subject.model(subject.batch) if loss is None else loss(subject.model, subject.batch),
-        )
+        loss = subject.loss or loss_of_model
+        return subject.model, lambda: loss(subject.model, subject.batch)
 
-    record = modelled_record(make, machine)
+    try:
+        record = modelled_record(make, machine)
+    except RuntimeError as error:
+        raise PenstockError(
+            f"the step that {target} makes cannot be recorded: {type(error).__name__}: {error}. Its tensors have no "
+            "numbers here, so it must not look at any, as .item() does, and its loss must be a scalar with a gradient"
+        ) from error
     kind = StepKind(
         device_bytes_per_s=machine.memory_share * machine.memory_bytes_per_s, num_micro_batches=num_micro_batches
     )
     parameter_bytes = sum(record.storages[index].size_bytes for index in record.parameters)
-    plain_s = num_micro_batches * sum(record.seconds) + kind.device_passes * parameter_bytes / kind.device_bytes_per_s
+    whole_s = plain_s(record, kind)
     rows: list[TrainingRow] = []
     every = [
         (budget, rate)
@@ -74,25 +78,25 @@ def answer(
     steps.phase("planning", len(every))
     for number, (budget, rate) in enumerate(every, 1):
         if not (rate and rows[-1].refusal):  # what does not fit on the device alone is refused once
-            rows.append(_row(record, kind, machine, budget, rate, plain_s))
+            rows.append(_row(record, kind, machine, budget, rate, whole_s))
         steps.advance(number, len(every))
     data = {
         "machine": machine.name,
         "is_modelled": True,
         "parameter_bytes": parameter_bytes,
-        "plain_step_s": plain_s,
+        "plain_step_s": whole_s,
         "num_micro_batches": num_micro_batches,
         "plans": [{name: getattr(row, name) for name in TrainingRow.__dataclass_fields__} for row in rows],
     }
     return Answer(
         data=data,
-        show=lambda console: _show(console, rows, plain_s, parameter_bytes, machine),
+        show=lambda console: _show(console, rows, whole_s, parameter_bytes, machine),
         exit_code=ExitCode.NO_BUDGET if any(row.step_s is None for row in rows) else ExitCode.GOOD,
     )
 
 
 def _row(
-    record: StepRecord, kind: StepKind, machine: Machine, budget: int, host_rate: int, plain_s: float
+    record: StepRecord, kind: StepKind, machine: Machine, budget: int, host_rate: int, whole_s: float
 ) -> TrainingRow:
     out_rate, in_rate = machine.lane_rates(to_disk=False)
     rates = Rates(
@@ -108,7 +112,7 @@ def _row(
         budget_bytes=budget,
         is_exact=not host_rate,
         step_s=planned.simulated.step_s,
-        ratio=planned.simulated.step_s / plain_s,
+        ratio=planned.simulated.step_s / whole_s,
         in_bytes=planned.plan.in_bytes(planned.problem),
         out_bytes=planned.plan.out_bytes(planned.problem),
         host_share=share,
@@ -128,7 +132,7 @@ def _limit(planned: PlannedStep) -> str:
     return f"{limit} {busy_s[limit] / simulated.step_s:.0%}"
 
 
-def _show(console: Console, rows: list[TrainingRow], plain_s: float, parameter_bytes: int, machine: Machine) -> None:
+def _show(console: Console, rows: list[TrainingRow], whole_s: float, parameter_bytes: int, machine: Machine) -> None:
     table = Table("budget", "updates", "step", "of plain", "in", "out", "busiest")
     for row in rows:
         budget, updates = (
@@ -143,7 +147,7 @@ def _show(console: Console, rows: list[TrainingRow], plain_s: float, parameter_b
     print_table(table, console)
     said = [row.refusal for row in rows if row.refusal]
     said.append(
-        f"A step takes {format_duration(plain_s)} if everything fits: {format_bytes(parameter_bytes)} of parameters, "
+        f"A step takes {format_duration(whole_s)} if everything fits: {format_bytes(parameter_bytes)} of parameters, "
         "and as much again for gradients and for each of Adam's two moments. Updates run in backward. In and out are "
         f"bytes of a step. By the data sheet of {machine.title}, under autocast with bfloat16; nothing was measured."
     )

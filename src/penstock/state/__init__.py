@@ -3,7 +3,7 @@
 - `effect_of`, `Effect`: which storages an operator reads, writes and makes.
 - `StepRecord`, `RecordedStorage`: operators with their times, and storages with their uses.
 - `modelled_record`: the record of a step on a machine that is not available.
-- `StepKind`, `Place`, `step_problem`: a step with its updates, as a problem.
+- `StepKind`, `Place`, `step_problem`: a step with its updates, as a problem. `plain_s`: its time if everything fits.
 - `StateProblem`, `StepPage`, `HostUpdate`, `Rates`: what the planner knows.
 - `best_plan`, `best_split`: the fastest plan, and how much of the updates the host takes. `StatePlanner`: one plan.
 - `StatePlan`, `PageCopy`, `PlannedStep`: what moves when, and where to.
@@ -30,5 +30,6 @@ from penstock.state._simulate import simulate as simulate
 from penstock.state._split import best_split as best_split
 from penstock.state._step import Place as Place
 from penstock.state._step import StepKind as StepKind
+from penstock.state._step import plain_s as plain_s
 from penstock.state._step import step_problem as step_problem
 from penstock.state._verify import verify as verify

@@ -10,8 +10,8 @@ A step repeats, so a plan is a circle: what comes in for the next step is issued
 
 Cost: 0.1 to 0.4 s of Python for 2,000 operators and 1,000 copies, and 0.05 s for the simulation.
 Guarantee: the arena is never exceeded, whatever the timing, since what comes into a range waits for what frees it.
-Gaps: greedy, not optimal. Of 1,500 small steps at random, 99% took at most 1.10 times the time that the best choice of
-what stays gives. Where a page takes a third of the arena or more, which one stays is a knapsack: up to 12 times.
+Gaps: greedy, not optimal. The tests compare small steps with every choice of what stays. Where a page takes a third
+of the arena or more, which one stays is a knapsack, and the choice may be far from the best one.
 """
 
 import itertools
@@ -34,8 +34,8 @@ _TIME_SHARES = (0.02, 0.2)
 _MARGINS = (0.03, 0.08, 0.13)
 _LAGS = (10, 20, 40)
 """Settings that the search tries: parts of the price of memory that are laid on time, parts of the arena that are left
-to copies in, and operators after which a range that a copy out frees is used again. On steps of 1.2 to 2.4 billion
-parameters the best ones differ from case to case, by up to a fifth of the step.
+to copies in, and operators after which a range that a copy out frees is used again. The best ones differ from case to
+case (the waterfall of `benchmarks.state_plans`).
 """
 _LARGE_MARGINS = (0.0, 0.25, 0.5, 0.75)
 """Margins that are tried if none of these fits, because pages are large for the arena and leave gaps."""

@@ -63,6 +63,13 @@ def can_be_on_host(record: StepRecord) -> frozenset[int]:
     )
 
 
+def plain_s(record: StepRecord, kind: StepKind) -> float:
+    """Return the seconds of the step on a device that holds everything."""
+    trained = {storage.gradient_of for storage in record.storages} - {NOBODY}
+    updated_bytes = kind.device_passes * sum(record.storages[index].size_bytes for index in trained)
+    return kind.num_micro_batches * sum(record.seconds) + updated_bytes / kind.device_bytes_per_s
+
+
 def step_problem(
     record: StepRecord, kind: StepKind, places: Mapping[int, Place], rates: Rates, budget_bytes: int
 ) -> StateProblem:
@@ -94,6 +101,14 @@ class _StepBuilder:
             for index in record.parameters
             if record.storages[index].size_bytes >= kind.min_page_bytes and index in self._gradients
         }
+        self._frozen = {
+            index
+            for index in record.parameters
+            if record.storages[index].size_bytes >= kind.min_page_bytes and index not in self._gradients
+        }
+        """Parameters without gradients, which are only read."""
+        self._born: dict[int, int] = {}
+        """Positions at which gradients are born, in the last micro-batch."""
         self._as_casts = can_be_on_host(record) if kind.reads_casts else frozenset()
         """Parameters on the device that are read as casts of a page of their own."""
         self._uses: dict[_Key, dict[int, bool]] = {}
@@ -139,7 +154,7 @@ class _StepBuilder:
     def _add_gradient(self, parameter: int, micro_batch: int, born: int) -> None:
         """Add the use of a gradient that is a page: its birth, or a sum with what is there."""
         size_bytes = self._record.storages[parameter].size_bytes
-        now = len(self.seconds) - 1
+        now, self._born[parameter] = len(self.seconds) - 1, born
         if self._places[parameter] == "host":
             self._use(("gradient", parameter, micro_batch), now, writes=True)
         elif self._is_summed(parameter) and micro_batch > 0:
@@ -163,7 +178,7 @@ class _StepBuilder:
                 self._use(("gradient", parameter, 0), position, writes=False)
         if not self._has_gradient_page(parameter):
             gradient = self._gradients[parameter]
-            self._held.append((gradient.size_bytes, len(self.seconds) - num_slices - 1, len(self.seconds) - 1))
+            self._held.append((gradient.size_bytes, self._born[parameter], len(self.seconds) - 1))
         if parameter in self._as_casts:
             position = self._add_operator(1.5 * size_bytes / self._kind.device_bytes_per_s)
             self._use(("weight", parameter, 0), position, writes=False)
@@ -176,8 +191,9 @@ class _StepBuilder:
     # Storages of a micro-batch
 
     def _add_storage(self, index: int, storage: RecordedStorage, micro_batch: int, positions: list[int]) -> None:
-        if storage.is_parameter and index in self._places:
-            if self._places[index] != "host" and index not in self._as_casts:
+        if index in self._frozen or index in self._places:
+            is_read = index in self._frozen or (self._places[index] != "host" and index not in self._as_casts)
+            if is_read:
                 self._use_all(("weight", index, 0), storage, positions)
         elif self._is_replaced(storage):
             for position in storage.uses[1:] or storage.uses:
