@@ -155,7 +155,6 @@ def test_plans_of_whole_steps_are_correct(record, elsewhere, share, num_micro_ba
     problem = step_problem(record, kind, places(record, share, elsewhere), rates, budget_bytes)
     best = best_plan([problem])
     verify(best.problem, best.plan)
-    assert best.plan.arena_bytes + max(problem.pool_bytes) <= budget_bytes
     assert best.simulated == simulate(best.problem, best.plan)
 
 

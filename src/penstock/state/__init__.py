@@ -6,13 +6,14 @@
 - `StepKind`, `Place`, `step_problem`: a step with its updates, as a problem. `plain_s`: its time if everything fits.
 - `StateProblem`, `StepPage`, `HostUpdate`, `Rates`: what the planner knows.
 - `best_plan`, `best_split`: the fastest plan, and how much of the updates the host takes. `StatePlanner`: one plan.
-- `StatePlan`, `PageCopy`, `PlannedStep`: what moves when, and where to.
+- `StatePlan`, `PageCopy`, `GiveBack`, `PlannedStep`: what moves when, and when its memory is free.
 - `simulate`, `Simulated`: how long such a step takes.
 - `verify`: whether a plan is correct, by what must have happened before what.
 """
 
-from penstock.state._arrange import PageCopy as PageCopy
-from penstock.state._arrange import StatePlan as StatePlan
+from penstock.state._copies import GiveBack as GiveBack
+from penstock.state._copies import PageCopy as PageCopy
+from penstock.state._copies import StatePlan as StatePlan
 from penstock.state._effects import Effect as Effect
 from penstock.state._effects import effect_of as effect_of
 from penstock.state._modelled import modelled_record as modelled_record

@@ -1,17 +1,18 @@
 """A plan of a step: which pages stay between two uses, and where every copy in and out is issued.
 
 A page that is used again either stays or leaves and comes back. Staying holds its bytes; leaving takes the link: a copy
-in, and a copy out if the page was changed since the last one. The planner spends the arena on the intervals that save
+in, and a copy out if the page was changed since the last one. The planner spends memory on the intervals that save
 most seconds of the link for what they hold. Then it issues every copy out right after the use before it, and every copy
-in, in the order of uses, as early as the arena has room. All this knows positions, not times, so a plan holds whatever
+in, in the order of uses, as early as there is room. All this knows positions, not times, so a plan holds whatever
 the copies take. How long a step takes is simulated, and the best of a few plans is taken.
 
 A step repeats, so a plan is a circle: what comes in for the next step is issued in this one.
 
-Cost: 0.1 to 0.4 s of Python for 2,000 operators and 1,000 copies, and 0.05 s for the simulation.
-Guarantee: the arena is never exceeded, whatever the timing, since what comes into a range waits for what frees it.
+Cost: 0.1 s of Python for 2,000 operators and 1,000 copies, and 0.05 s for the simulation.
+Guarantee: pages and everything else never take more than the budget, whatever the timing, since memory is given back
+and handed out in the order of the plan.
 Gaps: greedy, not optimal. The tests compare small steps with every choice of what stays. Where a page takes a third
-of the arena or more, which one stays is a knapsack, and the choice may be far from the best one.
+of the memory or more, which one stays is a knapsack, and the choice may be far from the best one.
 """
 
 import itertools
@@ -21,24 +22,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import BudgetError
-from penstock.state._arrange import Arrangement, Departure, StatePlan
+from penstock.state._copies import Departure, StatePlan, with_waits
 from penstock.state._problem import StateProblem, StepPage
 from penstock.state._simulate import Simulated, simulate
 from penstock.units import format_bytes
 
-_MAX_FITS = 8
-"""Tries to leave enough room for the gaps between pages."""
 _MAX_ROUNDS = 6
 """Steps that are placed before each begins anew, if none is placed as the one before."""
 _TIME_SHARES = (0.02, 0.2)
 _MARGINS = (0.03, 0.08, 0.13)
 _LAGS = (10, 20, 40)
-"""Settings that the search tries: parts of the price of memory that are laid on time, parts of the arena that are left
-to copies in, and operators after which a range that a copy out frees is used again. The best ones differ from case to
-case (the waterfall of `benchmarks.state_plans`).
+"""Settings that the search tries: parts of the price of memory that are laid on time, parts of the memory of pages that
+are left to copies in, and operators after which a page that is copied out is given back. The best ones differ from case
+to case (the waterfall of `benchmarks.state_plans`).
 """
-_LARGE_MARGINS = (0.0, 0.25, 0.5, 0.75)
-"""Margins that are tried if none of these fits, because pages are large for the arena and leave gaps."""
 Bytes = np.ndarray[tuple[int], np.dtype[np.int64]]
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 
@@ -111,44 +108,24 @@ class StatePlanner:
 
     def fastest(self, margins: Sequence[float], lags: Sequence[int]) -> PlannedStep:
         """Return the fastest plan for any of these settings. Raises ``BudgetError`` if nothing fits."""
-        plans = self._plans(margins, lags) or self._plans(_LARGE_MARGINS, (0,)) or [self.leanest()]
+        self._refuse_small()
+        every = itertools.product(_TIME_SHARES, margins, lags)
+        plans = [self.plan(time_share=time_share, margin=margin, lag=lag) for time_share, margin, lag in every]
         planned = [
             PlannedStep(problem=self._problem, plan=plan, simulated=simulate(self._problem, plan)) for plan in plans
         ]
         return min(planned, key=lambda step: step.simulated.step_s)
 
-    def _plans(self, margins: Sequence[float], lags: Sequence[int]) -> list[StatePlan]:
-        tried = (
-            self.plan(time_share=time_share, margin=margin, lag=lag)
-            for time_share, margin, lag in itertools.product(_TIME_SHARES, margins, lags)
-        )
-        return [plan for plan in tried if plan is not None]
-
-    def plan(self, *, time_share: float, margin: float, lag: int) -> StatePlan | None:
-        """Return a plan, or ``None`` if pages with the gaps between them exceed the arena in every try.
+    def plan(self, *, time_share: float, margin: float, lag: int) -> StatePlan:
+        """Return a plan.
 
         ``time_share`` of the price of memory is laid on time, the rest on where the order turns. ``margin`` is the part
-        of the arena that is left to copies in. What a copy out frees is used again ``lag`` operators later.
+        of the memory of pages that is left to copies in. What is copied out is given back up to ``lag`` operators
+        later, so that who gets its memory finds the copy ended.
         """
-        arena_bytes = self._problem.arena_bytes
-        kept = self._all_kept()
-        fits: Arrangement | None = None
-        fitting_bytes, failing_bytes, room_bytes = 0, arena_bytes, arena_bytes
-        for _ in range(_MAX_FITS):
-            kept = kept or self._keep(room_bytes - int(margin * arena_bytes), time_share)
-            arrangement = self._place(kept, room_bytes, lag)
-            kept = None
-            if arrangement.arena_bytes <= arena_bytes:
-                fits, fitting_bytes = arrangement, room_bytes
-            else:
-                failing_bytes = room_bytes
-            if failing_bytes - fitting_bytes <= arena_bytes // 100:
-                break
-            if fits is None:
-                room_bytes -= max(arrangement.arena_bytes - arena_bytes, arena_bytes // 200)
-            else:
-                room_bytes = (fitting_bytes + failing_bytes) // 2
-        return None if fits is None else fits.plan()
+        problem = self._problem
+        margin_bytes = int(margin * (problem.budget_bytes - max(problem.taken_bytes, default=0)))
+        return self.placed(self._all_kept() or self._keep(margin_bytes, time_share), lag)
 
     def _all_kept(self) -> list[list[bool]] | None:
         """Return that all pages stay, if they fit: then nothing moves but what the host reads and writes."""
@@ -157,27 +134,20 @@ class StatePlanner:
         for interval in itertools.chain.from_iterable(self._intervals):
             circle.add(interval.first, interval.last, self._problem.pages[interval.page].size_bytes)
             kept[interval.page][interval.use] = True
-        return kept if int(circle.bytes.max(initial=0)) <= self._problem.arena_bytes else None
+        return kept if int(circle.bytes.max(initial=0)) <= self._problem.budget_bytes else None
 
-    def leanest(self) -> StatePlan:
-        """Return the plan in which a page stays only if the next operator needs it.
-
-        Raises ``BudgetError`` if that does not fit, with the budget that does.
-        """
+    def _refuse_small(self) -> None:
+        """Raise ``BudgetError`` if an operator needs more than there is, with the budget that is enough."""
         problem = self._problem
-        room_bytes = int(self._needed.max(initial=0))
-        arrangement = self._place(self._keep(room_bytes, 1.0), room_bytes, 0)
-        if arrangement.arena_bytes > problem.arena_bytes:
-            pool_bytes = max(problem.pool_bytes)
-            least_bytes = arrangement.arena_bytes + pool_bytes
-            place = int(self._needed.argmax())
+        least_bytes, place = int(self._needed.max(initial=0)), int(self._needed.argmax())
+        if least_bytes > problem.budget_bytes:
             names = [page.name for page in problem.pages if place in {use % problem.num_operators for use in page.uses}]
             raise BudgetError(
                 f"`budget` must be at least {least_bytes} ({format_bytes(least_bytes)}), got "
                 f"{format_bytes(problem.budget_bytes)}: operator {place} of the step needs {', '.join(names[:3])} at "
-                f"once, beside {format_bytes(pool_bytes)} of operators' results. Smaller micro-batches need less"
+                f"once, beside {format_bytes(problem.taken_bytes[place])} of operators' results. Smaller micro-batches "
+                "need less"
             )
-        return arrangement.plan()
 
     # Keeping
 
@@ -210,8 +180,9 @@ class StatePlanner:
         middles /= max(float(middles.sum()), 1.0)
         return middles
 
-    def _keep(self, room_bytes: int, time_share: float) -> list[list[bool]]:
+    def _keep(self, margin_bytes: int, time_share: float) -> list[list[bool]]:
         """Return for each page and use whether the page stays until its next use."""
+        room_bytes = self._problem.budget_bytes - margin_bytes
         seconds = np.asarray(self._problem.seconds) + 1e-9
         paid = _passed(time_share * seconds / seconds.sum() + (1 - time_share) * self._turns)
         circle = _Circle(self._needed.copy())
@@ -233,42 +204,58 @@ class StatePlanner:
 
     # Placing
 
-    def _place(self, kept: Sequence[Sequence[bool]], room_bytes: int, lag: int) -> Arrangement:
-        """Return the arrangement in which copies in are issued as early as the arena has room."""
+    def placed(self, kept: Sequence[Sequence[bool]], lag: int) -> StatePlan:
+        """Return the plan in which pages stay as given, and copies in are issued as early as there is room."""
         problem = self._problem
-        outs, ins = self._moves(kept)
         circle = _Circle(self._needed.copy())
         for interval in itertools.chain.from_iterable(self._intervals):
             if kept[interval.page][interval.use]:
                 circle.add(interval.first, interval.last, problem.pages[interval.page].size_bytes)
-        for position, page, _ in outs:
-            circle.add(position + 1, position + lag, problem.pages[page].size_bytes)
-        issued = self._issued(circle.bytes, ins, room_bytes)
-        arrivals = [(position, used, page, use) for position, (used, _, page, use) in zip(issued, ins, strict=True)]
-        return Arrangement(problem, kept, arrivals, outs, lag)
+        departures, arrivals = self._moves(kept)
+        outs: list[Departure] = []
+        back_by: dict[tuple[int, int], int] = {}
+        for position, latest, page, use in departures:
+            size_bytes = problem.pages[page].size_bytes
+            room = circle.room(position + 1, min(latest, position + 1 + lag) - 1, problem.budget_bytes - size_bytes)
+            circle.add(position + 1, position + room, size_bytes)
+            outs.append((position, position + 1 + room, page, use))
+            back_by[page, use] = room
+        ins = [(used, first + back_by.get((page, before), 0), page, use) for used, first, page, before, use in arrivals]
+        issued = self._issued(circle.bytes, ins, problem.budget_bytes)
+        return with_waits(
+            problem,
+            kept,
+            [(position, used, page, use) for position, (used, _, page, use) in zip(issued, ins, strict=True)],
+            outs,
+        )
 
-    def _moves(self, kept: Sequence[Sequence[bool]]) -> tuple[list[Departure], list[tuple[int, int, int, int]]]:
+    def _moves(
+        self, kept: Sequence[Sequence[bool]]
+    ) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, int, int, int, int]]]:
         """Return the copies out that follow from what is kept, and the copies in.
 
-        Of a copy in these are the position of its use, the earliest one to issue it, its page, and the use's number.
+        Of a copy out these are the position after which it begins, the latest one before which its memory must be
+        given back, its page, and the number of the use before it. Of a copy in, the position of its use, the earliest
+        one to issue it if nothing has to be copied out, its page, and the numbers of the uses before and after it.
         """
-        outs: list[Departure] = []
-        ins: list[tuple[int, int, int, int]] = []
+        outs: list[tuple[int, int, int, int]] = []
+        ins: list[tuple[int, int, int, int, int]] = []
         size = self._problem.num_operators
         for index, page in enumerate(self._problem.pages):
             is_dirty = _is_dirty(page, self._intervals[index], kept[index])
             for interval in self._intervals[index]:
                 if not kept[index][interval.use]:
+                    then = (interval.use + 1) % len(page.uses)
                     if is_dirty[interval.use]:
-                        outs.append((interval.first - 1, index, interval.use))
-                    ins.append((interval.last + 1, interval.first, index, (interval.use + 1) % len(page.uses)))
+                        outs.append((interval.first - 1, interval.last + 1, index, interval.use))
+                    ins.append((interval.last + 1, interval.first, index, interval.use, then))
             if page.leaves:
-                outs.append((page.uses[-1], index, len(page.uses) - 1))
+                outs.append((page.uses[-1], page.uses[-1] + size, index, len(page.uses) - 1))
             if page.is_from_host:
-                ins.append((size + page.uses[0], page.uses[-1] + 1, index, 0))
+                ins.append((size + page.uses[0], page.uses[-1] + 1, index, -1, 0))
         return (
-            sorted((position % size, page, use) for position, page, use in outs),
-            sorted((used % size, first - (used - used % size), page, use) for used, first, page, use in ins),
+            sorted((after % size, latest - after + after % size, page, use) for after, latest, page, use in outs),
+            sorted((to % size, first - to + to % size, page, use, then) for to, first, page, use, then in ins),
         )
 
     def _issued(self, held_bytes: Bytes, ins: Sequence[tuple[int, int, int, int]], room_bytes: int) -> list[int]:
@@ -310,6 +297,12 @@ class _Circle:
         for span in self._spans(first, last):
             self.bytes[span] += size_bytes
 
+    def room(self, first: int, last: int, most_bytes: int) -> int:
+        """Return for how many positions from ``first``, up to ``last``, there are at most that many bytes."""
+        places = np.arange(first, last + 1) % len(self.bytes)
+        full = np.flatnonzero(self.bytes[places] > most_bytes)
+        return int(full[0]) if len(full) else len(places)
+
     def most(self, first: int, last: int) -> int:
         """Return the most bytes from ``first`` to ``last``."""
         return max((int(self.bytes[span].max()) for span in self._spans(first, last)), default=0)
@@ -325,8 +318,8 @@ class _Circle:
 
 
 def _needed(problem: StateProblem) -> Bytes:
-    """Return the bytes of the pages that each operator needs."""
-    needed = np.zeros(problem.num_operators, dtype=np.int64)
+    """Return the bytes of everything that each operator needs."""
+    needed: Bytes = np.array(problem.taken_bytes, dtype=np.int64)
     for page in problem.pages:
         needed[np.unique(np.asarray(page.uses) % problem.num_operators)] += page.size_bytes
     return needed

@@ -76,7 +76,7 @@ class StateProblem:
     seconds: tuple[float, ...]
     """Seconds of each operator on the device."""
     pool_bytes: tuple[int, ...]
-    """For each operator, the bytes of operators' results that are no pages, while it runs."""
+    """For each operator, the bytes on the device that are no pages, while it runs."""
     pages: tuple[StepPage, ...]
     """All pages."""
     updates: tuple[HostUpdate, ...] = ()
@@ -85,6 +85,10 @@ class StateProblem:
     """Bytes of the device for pages and everything else."""
     rates: Rates
     """Rates of copies and of the host."""
+    is_one_memory: bool = False
+    """Whether copies in and operators take their memory from one place, as where main memory is the device. Then the
+    computation itself waits for a copy out before its memory is given back. Else copies in have memory of their own.
+    """
 
     @property
     def num_operators(self) -> int:
@@ -92,6 +96,11 @@ class StateProblem:
         return len(self.seconds)
 
     @property
-    def arena_bytes(self) -> int:
-        """Bytes for pages: what the pool leaves. It has its own, since copies in would else take its room."""
-        return self.budget_bytes - max(self.pool_bytes, default=0)
+    def taken_bytes(self) -> tuple[int, ...]:
+        """For each operator, the bytes of the budget that pages cannot have.
+
+        With two memories, that is the most that the pool ever takes.
+        """
+        if self.is_one_memory:
+            return self.pool_bytes
+        return (max(self.pool_bytes, default=0),) * len(self.pool_bytes)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.errors import InternalError
-from penstock.state._arrange import NEVER, StatePlan
+from penstock.state._copies import NEVER, StatePlan
 from penstock.state._problem import Rates, StateProblem
 
 _NUM_STEPS = 4

@@ -2,16 +2,19 @@
 
 Three steps are run in an order that the plan's own waits allow, and every operator and copy learns what must have ended
 before it begins: that is all that a replay may rely on, whatever the times are. From that alone it follows whether each
-page is there, whether it is the latest version, and whether two pages ever share a byte.
+page is there, whether it is the latest version, and whether memory that is handed out again is free by then. How much
+is handed out follows from the order in which the host does that.
 """
 
+import bisect
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from penstock.errors import InternalError
-from penstock.state._arrange import NEVER, PageCopy, StatePlan
+from penstock.state._copies import NEVER, PageCopy, StatePlan
 from penstock.state._problem import StateProblem
 
 _NUM_STEPS = 3
@@ -21,26 +24,28 @@ _Clock = tuple[int, int, int]
 
 def verify(problem: StateProblem, plan: StatePlan) -> None:
     """Raise ``InternalError`` that says what is wrong, if anything is."""
-    if plan.arena_bytes > problem.arena_bytes:
-        raise InternalError(f"pages need {plan.arena_bytes} bytes, of which there are {problem.arena_bytes}")
     clocks = _Clocks(problem, plan)
     tenancies = list(_tenancies(problem, plan))
     for tenancy in tenancies:
-        _check_tenancy(problem, plan, clocks, tenancy)
+        _check_tenancy(problem, clocks, tenancy)
     _check_versions(problem, plan, clocks, tenancies)
-    _check_ranges(problem, clocks, tenancies)
+    _check_bytes(problem, tenancies)
+    _check_memory(problem, plan, clocks, tenancies)
 
 
 @dataclass(slots=True)
 class _Tenancy:
-    """The time of a page in a range."""
+    """A page's time on the device."""
 
     page: int
-    offset_bytes: int
+    begin: int
+    """Position, in all steps, from which on the host counts its memory as taken."""
     arrival: int
     """Number of the copy in that begins it, in all steps; -1 if an operator does, or if it was there before."""
-    is_old: bool = False
-    """Whether it was there before the first step."""
+    is_born: bool
+    """Whether an operator makes it, so that its memory is one of operators' results."""
+    end: float = math.inf
+    """Position, in all steps, before which its memory is given back."""
     uses: list[tuple[int, int]] = field(default_factory=list)
     """Operators, in all steps, and the number of each use."""
     departures: list[tuple[int, int]] = field(default_factory=list)
@@ -143,47 +148,53 @@ def _joined(left: _Clock, right: _Clock) -> _Clock:
 
 
 def _tenancies(problem: StateProblem, plan: StatePlan) -> Iterator[_Tenancy]:
-    """Yield the tenancies of three steps, from what the plan copies and where it says that pages are."""
+    """Yield the tenancies of three steps, from what the plan copies and gives back."""
     size = problem.num_operators
-    brought: dict[tuple[int, int], int] = {}
+    brought: dict[tuple[int, int], tuple[int, int]] = {}
     for number, copy in enumerate(plan.copies_in):
         used = problem.pages[copy.page].uses[copy.use] % size
         is_next = plan.needs_in[used] < number  # then it was issued for the step after its own
-        brought[copy.page, copy.use] = number - len(plan.copies_in) if is_next else number
+        begin, arrival = copy.position - size * is_next, number - len(plan.copies_in) * is_next
+        brought[copy.page, copy.use] = begin, arrival
     left = {(copy.page, copy.use): number for number, copy in enumerate(plan.copies_out)}
+    given = {(give.page, give.use): give.position for give in plan.give_backs}
     for index, page in enumerate(problem.pages):
         tenancy: _Tenancy | None = None
         for step in range(_NUM_STEPS):
-            if page.is_born:
-                tenancy = None
             for use, position in enumerate(page.uses):
-                arrives, operator = brought.get((index, use)), step * size + position
-                if operator >= _NUM_STEPS * size:
-                    break
+                operator = step * size + position
+                at_step = operator // size
                 is_birth = page.is_born and use == 0
-                if tenancy is None or arrives is not None or is_birth:
-                    if tenancy is not None:
+                if tenancy is None:
+                    begin, arrival = brought.get((index, use), (-size, -len(plan.copies_in) - 1))
+                    begin, arrival = begin + at_step * size, arrival + at_step * len(plan.copies_in)
+                    if is_birth:
+                        begin, arrival = operator, -1
+                    elif (index, use) not in brought and step > 0:
+                        raise InternalError(f"{page.name} is not there at its use {use}")
+                    tenancy = _Tenancy(index, begin, max(arrival, -1), is_birth)
+                elif is_birth or (index, use) in brought:
+                    raise InternalError(f"{page.name} comes at its use {use} although it is there")
+                if operator < _NUM_STEPS * size:
+                    tenancy.uses.append((operator, use))
+                    if (index, use) in left:
+                        out = left[index, use] + at_step * len(plan.copies_out)
+                        tenancy.departures.append((out, operator))
+                if (index, use) in given:
+                    place = given[index, use]
+                    tenancy.end = (at_step + (place <= operator % size)) * size + place
+                    if tenancy.uses:
                         yield tenancy
-                    arrival = -1 if arrives is None else arrives + (operator // size) * len(plan.copies_in)
-                    is_old = not is_birth and arrival < 0
-                    tenancy = _Tenancy(index, plan.offsets_bytes[index][use], max(arrival, -1), is_old)
-                if plan.offsets_bytes[index][use] != tenancy.offset_bytes:
-                    raise InternalError(f"{page.name} is elsewhere at its use {use} without a copy")
-                tenancy.uses.append((operator, use))
-                if (index, use) in left:
-                    out = left[index, use] + (operator // size) * len(plan.copies_out)
-                    tenancy.departures.append((out, operator))
-            if page.is_born and tenancy is not None:
-                yield tenancy
-        if tenancy is not None and not page.is_born:
+                    tenancy = None
+        if tenancy is not None and tenancy.uses:
             yield tenancy
 
 
-def _check_tenancy(problem: StateProblem, plan: StatePlan, clocks: _Clocks, tenancy: _Tenancy) -> None:
+def _check_tenancy(problem: StateProblem, clocks: _Clocks, tenancy: _Tenancy) -> None:
     """A page is there before its first use, and changes under no copy out."""
     page = problem.pages[tenancy.page]
-    if not 0 <= tenancy.offset_bytes <= plan.arena_bytes - page.size_bytes:
-        raise InternalError(f"{page.name} lies outside of the arena")
+    if tenancy.end <= tenancy.uses[-1][0]:
+        raise InternalError(f"{page.name} is given back before operator {tenancy.uses[-1][0]}")
     for operator, use in tenancy.uses:
         if clocks.operators[operator][1] <= tenancy.arrival:
             raise InternalError(f"operator {operator} may begin before {page.name} is there")
@@ -203,7 +214,10 @@ def _check_versions(problem: StateProblem, plan: StatePlan, clocks: _Clocks, ten
     for index, those in of_page.items():
         page = problem.pages[index]
         version, below, out_below = 0, 0, -1
-        for number, tenancy in enumerate(sorted(those, key=lambda tenancy: tenancy.uses[0][0])):
+        those.sort(key=lambda tenancy: tenancy.uses[0][0])
+        for number, tenancy in enumerate(those):
+            if number and tenancy.begin < those[number - 1].end:
+                raise InternalError(f"{page.name} comes in before it is given back")
             if page.is_born and tenancy.uses[0][1] == 0:
                 version, below, out_below = 1, 0, -1
             elif tenancy.arrival >= 0:
@@ -218,6 +232,8 @@ def _check_versions(problem: StateProblem, plan: StatePlan, clocks: _Clocks, ten
                 version += page.writes[use]
                 if operator in departures:
                     below, out_below = version, departures[operator]
+            if number + 1 < len(those) and below != version and not (page.is_born or page.is_from_host):
+                raise InternalError(f"{page.name} is given back without a copy of its last change")
             if page.leaves and tenancy.uses[-1][1] == len(page.uses) - 1 and below != version:
                 raise InternalError(f"{page.name} dies before the host has it")
 
@@ -238,26 +254,51 @@ def _check_update(problem: StateProblem, plan: StatePlan, clocks: _Clocks, index
         raise InternalError(f"the host may write {page.name} while it is still read")
 
 
-def _check_ranges(problem: StateProblem, clocks: _Clocks, tenancies: list[_Tenancy]) -> None:
-    """If two pages share bytes, one is gone for certain before the other comes."""
-    start = np.array([tenancy.offset_bytes for tenancy in tenancies])
-    end = start + np.array([problem.pages[tenancy.page].size_bytes for tenancy in tenancies])
-    last = np.array([tenancy.uses[-1][0] for tenancy in tenancies])
-    out = np.array([max((number for number, _ in tenancy.departures), default=-1) for tenancy in tenancies])
-    begins = np.array([_begin(clocks, tenancy) for tenancy in tenancies])
-    for index, tenancy in enumerate(tenancies):
-        others = np.flatnonzero((start < end[index]) & (end > start[index]))
-        others = others[others != index]
-        is_after = (begins[others, 0] > last[index]) & (begins[others, 2] > out[index])
-        is_before = (last[others] < begins[index][0]) & (out[others] < begins[index][2])
-        wrong = others[~(is_after | is_before)]
-        if len(wrong):
-            first, second = problem.pages[tenancy.page].name, problem.pages[tenancies[int(wrong[0])].page].name
-            raise InternalError(f"{first} and {second} may be in the same bytes")
+def _check_bytes(problem: StateProblem, tenancies: list[_Tenancy]) -> None:
+    """What is handed out never exceeds the budget, in the order in which the host does that."""
+    size = problem.num_operators
+    held = np.zeros(_NUM_STEPS * size + 1, dtype=np.int64)
+    for tenancy in tenancies:
+        size_bytes = problem.pages[tenancy.page].size_bytes
+        held[min(max(tenancy.begin, 0), _NUM_STEPS * size)] += size_bytes
+        if tenancy.end < len(held):
+            held[int(tenancy.end)] -= size_bytes
+    total = np.cumsum(held)[:-1] + np.tile(np.asarray(problem.taken_bytes, dtype=np.int64), _NUM_STEPS)
+    over = np.flatnonzero(total > problem.budget_bytes)
+    if len(over):
+        place = int(over[0])
+        raise InternalError(f"{total[place]} bytes are taken at operator {place}, of {problem.budget_bytes}")
 
 
-def _begin(clocks: _Clocks, tenancy: _Tenancy) -> _Clock:
-    """Return what has ended when a tenancy begins."""
-    if tenancy.is_old:
-        return (0, 0, 0)
-    return clocks.ins[tenancy.arrival] if tenancy.arrival >= 0 else clocks.operators[tenancy.uses[0][0]]
+def _check_memory(problem: StateProblem, plan: StatePlan, clocks: _Clocks, tenancies: list[_Tenancy]) -> None:
+    """Memory that is handed out again is free by then for certain."""
+    ended = [tenancy for tenancy in tenancies if tenancy.end < _NUM_STEPS * problem.num_operators]
+    of_lane = _Ended([tenancy for tenancy in ended if problem.is_one_memory or not tenancy.is_born])
+    for number, clock in enumerate(clocks.ins):
+        step, index = divmod(number, clocks.num_ins)
+        copy = plan.copies_in[index]
+        operator, out = of_lane.before(step * problem.num_operators + copy.position)
+        if clock[0] <= operator or clock[2] <= out:
+            name = problem.pages[copy.page].name
+            raise InternalError(f"{name} may come in while its memory is still in use or being copied out")
+    of_operators = _Ended([tenancy for tenancy in ended if problem.is_one_memory or tenancy.is_born])
+    for number, clock in enumerate(clocks.operators):
+        if clock[2] <= of_operators.before(number)[1]:
+            raise InternalError(f"the results of operator {number} may lie where a page is still being copied out")
+
+
+class _Ended:
+    """Tenancies by their end."""
+
+    def __init__(self, tenancies: list[_Tenancy]):
+        tenancies = sorted(tenancies, key=lambda tenancy: tenancy.end)
+        self._ends = [tenancy.end for tenancy in tenancies]
+        self._operators = np.maximum.accumulate([tenancy.uses[-1][0] for tenancy in tenancies] or [-1])
+        self._outs = np.maximum.accumulate(
+            [max((out for out, _ in tenancy.departures), default=-1) for tenancy in tenancies] or [-1]
+        )
+
+    def before(self, position: int) -> tuple[int, int]:
+        """Return the last operator and the last copy out of those given back up to a position; -1 if none."""
+        number = bisect.bisect_right(self._ends, position) - 1
+        return (-1, -1) if number < 0 else (int(self._operators[number]), int(self._outs[number]))
