@@ -79,7 +79,11 @@ class FakeStreams:
             stream.queue.append(lambda: ctypes.memmove(target, origin, size // 2))
             stream.queue.append(lambda: ctypes.memmove(target + size // 2, origin + size // 2, size - size // 2))
 
-    def allocate(self, size_bytes):
+    def allocate(self, size_bytes, *, stream=None, into=None):
+        assert stream is None
+        if into is not None:
+            into.resize_(size_bytes)
+            return into
         blocks = self.free_blocks.setdefault(size_bytes, [])
         block = blocks.pop() if blocks else torch.zeros(size_bytes, dtype=torch.uint8)
         memory = (ctypes.c_char * size_bytes).from_address(block.data_ptr())

@@ -4,6 +4,7 @@ It uses `torch.Stream`, `torch.Event` and `torch.accelerator`, and for random st
 (`torch.get_device_module`). So tests with a simulated device run the same code as CUDA.
 """
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable
@@ -50,8 +51,14 @@ class AcceleratorStreams(Streams):
         with stream:
             destination.copy_(source, non_blocking=True)
 
-    def allocate(self, size_bytes: int) -> torch.UntypedStorage:
-        return torch.empty(size_bytes, dtype=torch.uint8, device=self._device).untyped_storage()
+    def allocate(
+        self, size_bytes: int, *, stream: Stream = None, into: torch.UntypedStorage | None = None
+    ) -> torch.UntypedStorage:
+        with contextlib.nullcontext() if stream is None else stream:
+            if into is None:
+                return torch.empty(size_bytes, dtype=torch.uint8, device=self._device).untyped_storage()
+            into.resize_(size_bytes)
+        return into
 
     def share(self, storage: torch.UntypedStorage, stream: Stream) -> None:
         torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage).record_stream(stream)  # type: ignore[call-overload]

@@ -42,8 +42,12 @@ class Streams(Protocol):
     def copy(self, stream: Stream, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Copy bytes on ``stream``. Both tensors are ``uint8`` of the same shape, and one of them is in host memory."""
 
-    def allocate(self, size_bytes: int) -> torch.UntypedStorage:
-        """Allocate device memory that belongs to the current stream."""
+    def allocate(
+        self, size_bytes: int, *, stream: Stream = None, into: torch.UntypedStorage | None = None
+    ) -> torch.UntypedStorage:
+        """Allocate device memory that belongs to ``stream``, or to the current one, for a new storage or ``into`` one
+        of 0 bytes.
+        """
 
     def share(self, storage: torch.UntypedStorage, stream: Stream) -> None:
         """Tell the allocator that ``stream`` also uses a storage that was allocated on another stream."""

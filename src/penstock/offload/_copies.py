@@ -91,10 +91,7 @@ class Copies:
             if page not in self._leaving:
                 return True
             assert page.handle is not None
-            if page.handle.state is HandleState.LEAVING:
-                page.handle.finish_out()
-            if page.is_clean:
-                self._empty(page)
+            if self.give_back(page):
                 return True
             time.sleep(0.1 * attempt)
             self.waterfall.reap()
@@ -103,6 +100,18 @@ class Copies:
         self.stay(page)
         page.stays_until = self._stuck_until = now + _STUCK_NEEDS
         return False
+
+    def give_back(self, page: Page) -> bool:
+        """Empty a page that is leaving, or that has a copy below; return whether that was possible.
+
+        Whoever gets its memory waits for its copy out: on an accelerator the device does, else this thread.
+        """
+        if page.handle is not None:
+            page.handle.let_go()
+        if not page.is_clean:
+            return False
+        self._empty(page)
+        return True
 
     def settle_finished(self) -> None:
         """Empty the pages whose copies out are complete."""
@@ -125,6 +134,7 @@ class Copies:
 
     def _clear(self, page: Page, storage: torch.UntypedStorage) -> None:
         allow_access(page, storage)  # or it could not be resized
+        self.waterfall.give_back(storage)
         storage.resize_(0)
         self._gone(page)
         refuse_access(page, storage)

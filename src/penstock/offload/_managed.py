@@ -44,7 +44,7 @@ class Managed:
         assert account.device_bytes is not None
         self.device, self.updates_in_backward = device, updates_in_backward
         self._separable = separable
-        waterfall = waterfall_for(device, account)
+        waterfall = waterfall_for(device, account, has_lane_memory=True)
         self.pages = Pages(waterfall, account.device_bytes, device)
         self.watch = PageWatch(self.pages, device)
         self._forget_updates: Callable[[], None] = lambda: None

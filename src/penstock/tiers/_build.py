@@ -37,6 +37,7 @@ def waterfall_for(
     max_in_flight: int | str | None = None,
     verify: bool = False,
     events: EventLog | None = None,
+    has_lane_memory: bool = False,
 ) -> Waterfall:
     """Build a waterfall below ``device``: host memory first, then the disks, then the budget's own tiers.
 
@@ -44,7 +45,9 @@ def waterfall_for(
     copied out and are still on the device; the default is 128 MiB, or on an accelerator what its link carries in a
     tenth of a second, if that is more. ``verify`` checks the CRC-32 of every request that is read back from disk. Where
     GPUDirect Storage works, a device and its disks exchange bytes without host memory between them. On a CPU, malloc is
-    told to give large freed blocks back to the system (``_malloc.py``).
+    told to give large freed blocks back to the system (``_malloc.py``). ``has_lane_memory``: on an accelerator, whether
+    copies in get memory of their own, which the caller gives back (`Waterfall.give_back`), and so wait for no other
+    work.
 
     Raises ``ValueError`` for a device that this machine does not have, for a budget that names nothing below the
     device, and for directories in main memory if the device is the CPU, and what ``DiskTier`` raises for directories
@@ -69,6 +72,7 @@ def waterfall_for(
         max_in_flight_bytes=_in_flight_bytes([backend.device], budget, max_in_flight),
         verify=verify,
         nodes=[backend.numa_node],
+        has_lane_memory=has_lane_memory,
     )
     return waterfall
 
@@ -117,6 +121,7 @@ def build(
     verify: bool,
     pinned: bool = True,
     nodes: Sequence[int | None] = (),
+    has_lane_memory: bool = False,
 ) -> list[Waterfall]:
     """Build one waterfall for each of ``streams`` (``None`` for main memory) over the same tiers.
 
@@ -148,7 +153,14 @@ def build(
             staging = HostTier(staging_bytes, pinned=pinned, budget=budget, node=node)
             staging.prepare(min(staging_bytes, SLAB_BYTES))
             mover = StreamMover(
-                device_streams, staging, handles, log, max_in_flight_bytes=max_in_flight_bytes, verify=verify, node=node
+                device_streams,
+                staging,
+                handles,
+                log,
+                max_in_flight_bytes=max_in_flight_bytes,
+                verify=verify,
+                node=node,
+                has_lane_memory=has_lane_memory,
             )
         waterfalls.append(Waterfall(below, mover, handles, log, not_ours=budget.tiers))
     return waterfalls

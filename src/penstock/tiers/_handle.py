@@ -92,6 +92,13 @@ class Handle:
         """Wait for the end of the copy out and drop the device copy. Call it when the computation needs the memory."""
         self._traffic.finish_out(self)
 
+    def let_go(self) -> None:
+        """Drop the device copy before the copy out has ended. Whoever gets its memory waits for the copy.
+
+        On an accelerator the host does not wait. The bytes are then parked, and ``prefetch`` waits for the copy, too.
+        """
+        self._traffic.let_go(self)
+
     def prefetch(self, into: torch.UntypedStorage | None = None) -> bool:
         """Start the copy back to the device, or keep bytes that are still being copied out.
 

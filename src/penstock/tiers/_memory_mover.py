@@ -103,6 +103,12 @@ class MemoryMover:
         job = handle.record.transit
         return job.wait() if isinstance(job, LaneJob) else 0.0
 
+    def let_go(self, handle: Handle) -> float:
+        return self.finish_out(handle)
+
+    def give_back(self, storage: torch.UntypedStorage) -> None:
+        """Do nothing: the work that used it is done."""
+
     def before_write(self, handle: Handle) -> None:
         """Do nothing: what a lane reads after the write is never used, so it does no harm."""
 

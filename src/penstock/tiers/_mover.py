@@ -60,6 +60,14 @@ class Mover(Protocol):
     def finish_out(self, handle: Handle) -> float:
         """Wait for the copy out, or make the device wait; return the seconds that the computation waited."""
 
+    def let_go(self, handle: Handle) -> float:
+        """Let the copy out go on by itself: whoever gets the storage's memory waits for it. Return the seconds that the
+        computation waited, where that is the computation itself.
+        """
+
+    def give_back(self, storage: torch.UntypedStorage) -> None:
+        """Let whoever gets the storage's memory, which is about to be freed, wait for the work that uses it."""
+
     def before_write(self, handle: Handle) -> None:
         """Make later work of the device wait until the copy out has read the storage."""
 

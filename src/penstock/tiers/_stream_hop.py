@@ -16,6 +16,7 @@ from penstock.tiers._events import EventLog
 from penstock.tiers._handle import Handle
 from penstock.tiers._handles import Box, Handles
 from penstock.tiers._lane import LaneJob
+from penstock.tiers._lane_memory import LaneMemory
 
 
 @dataclass(slots=True, eq=False)
@@ -191,15 +192,31 @@ class StreamHop:
 
     def let_oldest_leave(self) -> None:
         """Make the device wait for the oldest copy out, so that work queued from now on may use its memory."""
-        oldest, current = self._leaving[0], self._streams.current()
-        self.stalls.let_wait(oldest.transit.home, oldest.passed)
-        if current != oldest.transit.home:  # this stream may have allocated the memory, and may get it back
-            self.stalls.let_wait(current, oldest.passed)
+        self._let_leave(self._leaving[0])
+
+    def let_leave(self, handle: Handle, memory: LaneMemory | None) -> None:
+        """Do so for the copy out of a handle. If it leaves ``memory``, only that waits."""
+        copy = next(copy for copy in self._leaving if copy.handle is handle)
+        if memory is not None and memory.has(copy.box[0]):
+            memory.give_back(copy.box[0].data_ptr(), copy.passed)
+            self._pass(copy)
+        else:
+            self._let_leave(copy)
+
+    def _let_leave(self, copy: _Copy) -> None:
+        current = self._streams.current()
+        self.stalls.let_wait(copy.transit.home, copy.passed)
+        if current != copy.transit.home:  # this stream may have allocated the memory, and may get it back
+            self.stalls.let_wait(current, copy.passed)
+        self._pass(copy)
+
+    def _pass(self, copy: _Copy) -> None:
+        """Let the device have the memory of a copy out that is under way."""
         # Its space in the tier is in use until the copy has finished. That the device waits is not enough: the work of
         # another device that shares the tier does not wait for the copy.
-        self._handles.begun(oldest.handle)
-        self._passing.append(oldest)
-        self._finish_leaving()
+        self._handles.begun(copy.handle)
+        self._passing.append(copy)
+        self._finish_leaving(copy)
 
     def let_go(self, transit: Transit) -> None:
         """Drop the reference to the storage of a copy in, once the computation was told to wait for that copy."""
@@ -225,7 +242,7 @@ class StreamHop:
             self._handles.landed(copy.handle)
         while self._leaving and self._streams.is_done(self._leaving[0].passed):
             self.out.note(self._leaving[0])
-            self._finish_leaving()
+            self._finish_leaving(self._leaving[0])
         while True:
             with self._lock:
                 if not self._arriving or not self._streams.is_done(self._arriving[0].passed):
@@ -243,8 +260,8 @@ class StreamHop:
                 self._streams.synchronize(copy.passed)
         self.poll()
 
-    def _finish_leaving(self) -> None:
-        copy = self._leaving.popleft()
+    def _finish_leaving(self, copy: _Copy) -> None:
+        self._leaving.remove(copy)
         self.in_flight_bytes -= copy.size_bytes
         self._handles.left(copy.handle, copy.box, None)
 

@@ -31,6 +31,7 @@ from penstock.tiers._handle import Handle
 from penstock.tiers._handles import Box, Handles
 from penstock.tiers._host import HostTier
 from penstock.tiers._lane import Lane
+from penstock.tiers._lane_memory import LaneMemory
 from penstock.tiers._record import HandleState
 from penstock.tiers._room import Room
 from penstock.tiers._staged_hop import StagedHop
@@ -89,11 +90,15 @@ class StreamMover:
         max_in_flight_bytes: int,
         verify: bool,
         node: int | None = None,
+        has_lane_memory: bool = False,
     ):
+        """``has_lane_memory``: whether copies in get memory of their own stream (`LaneMemory`).
+        """
         self._streams = streams
         self.max_in_flight_bytes = max_in_flight_bytes
         self._verify = verify
         self._copies = StreamHop(streams, handles, events)
+        self._memory = LaneMemory(streams, self._copies.back.stream) if has_lane_memory else None
         self._near = _NearRoute(self._copies)
         self._staged = StagedHop(
             streams,
@@ -154,8 +159,11 @@ class StreamMover:
         return True
 
     def start_out(self, handle: Handle, storage: torch.UntypedStorage, room: Room) -> None:
-        home = self._streams.current()
-        transit = handle.record.transit = Transit(home=home, produced=self._streams.record(home, is_timed=False))
+        current = self._streams.current()
+        transit = handle.record.transit = Transit(
+            home=self._copies.back.stream if self._is_of_lane(storage) else current,
+            produced=self._streams.record(current, is_timed=False),
+        )
         self._route(room.tier).send(handle, storage, room, transit)
 
     def cancel_out(self, handle: Handle) -> bool:
@@ -177,6 +185,17 @@ class StreamMover:
             self._copies.let_oldest_leave()
         return 0.0
 
+    def let_go(self, handle: Handle) -> float:
+        transit = handle.record.transit
+        if isinstance(transit, Transit) and transit.direct is not None:
+            return transit.direct.wait()
+        self._copies.let_leave(handle, self._memory)
+        return 0.0
+
+    def give_back(self, storage: torch.UntypedStorage) -> None:
+        if self._memory is not None:
+            self._memory.give_back(storage.data_ptr())
+
     def before_write(self, handle: Handle) -> None:
         transit = handle.record.transit
         if isinstance(transit, Transit) and transit.direct is not None:
@@ -187,12 +206,15 @@ class StreamMover:
     def allocate(self, handle: Handle, into: torch.UntypedStorage | None = None) -> torch.UntypedStorage:
         if into is None or not into.resizable():
             return self._streams.allocate(handle.size_bytes)
-        into.resize_(handle.size_bytes)
+        if self._memory is None:
+            return self._streams.allocate(handle.size_bytes, into=into)
+        self._memory.allocate(handle.size_bytes, into)
         return into
 
     def start_in(self, handle: Handle, storage: torch.UntypedStorage, room: Room) -> None:
-        home, transit = self._streams.current(), handle.record.transit
+        transit = handle.record.transit
         assert isinstance(transit, Transit)
+        home = self._copies.back.stream if self._is_of_lane(storage) else self._streams.current()
         transit.begin_in(home, self._streams.record(home, is_timed=False))
         self._route(room.tier).bring(handle, [storage], room, transit)
 
@@ -208,7 +230,7 @@ class StreamMover:
         if transit.arrived is not None:
             self._copies.stalls.let_wait(current, transit.arrived)
             self._copies.let_go(transit)
-        if current != transit.home and storage is not None:
+        if current != transit.home and storage is not None and not self._is_of_lane(storage):
             self._streams.share(storage, current)
         return waited_s
 
@@ -245,6 +267,9 @@ class StreamMover:
         for lane in self._lanes():
             lane.close()
         self._staged.staging.close()
+
+    def _is_of_lane(self, storage: torch.UntypedStorage) -> bool:
+        return self._memory is not None and self._memory.has(storage)
 
     def _route(self, tier: Tier) -> Route:
         if tier.is_memory:

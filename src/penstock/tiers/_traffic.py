@@ -108,6 +108,14 @@ class Traffic:
                 self.note_stall(handle, start_s, waited_s, is_back=False)
         self.reap()
 
+    def let_go(self, handle: Handle) -> None:
+        """Let the copy out go on by itself, and count the device copy as gone."""
+        if handle.record.state is HandleState.LEAVING:
+            start_s = time.time()
+            waited_s = self._mover.let_go(handle)
+            if waited_s:
+                self.note_stall(handle, start_s, waited_s, is_back=False)
+
     def before_write(self, handle: Handle) -> None:
         """Make the device wait for a copy out that still reads the storage."""
         if handle.record.state in (HandleState.LEAVING, HandleState.KEPT):
@@ -167,6 +175,8 @@ class Traffic:
                 self._mover.start_in(handle, storage, room)
         except BaseException:
             if into is not None:
+                if into.nbytes():
+                    self._mover.give_back(into)
                 into.resize_(0)  # otherwise it would be taken for the bytes that are still in the tier
             self.note_change(-handle.size_bytes)
             if room is not None:

@@ -123,6 +123,14 @@ class Waterfall:
         self._handles.add()
         return handle
 
+    def give_back(self, storage: torch.UntypedStorage) -> None:
+        """Let whoever gets the memory of ``storage`` wait for the work that uses it.
+
+        Call it just before you empty a storage that ``prefetch`` or ``get`` has filled, if the waterfall was built with
+        ``has_lane_memory``. One that is freed with its last tensor is noticed.
+        """
+        self._mover.give_back(storage)
+
     def reap(self) -> None:
         """Drop device copies whose copy out is complete, and free the space of garbage-collected handles."""
         self._traffic.reap()
