@@ -70,7 +70,7 @@ def scene():
     for _ in range(2):
         course.begin()
         for page in pages:
-            course.follow([page], is_noted=True)
+            course.follow([page], (), is_noted=True)
         course.end([0] * 12, is_whole=True)
     course.begin()
     return pages, copies, course, PageSpace(register, copies, course, Pace(None))
@@ -81,7 +81,7 @@ def test_pages_leave_for_more_than_the_one_that_is_fetched_next(scene, monkeypat
     course.budget_bytes *= 8  # for how far it looks; the limit stays
     monkeypatch.setattr(_space, "_AHEAD_BYTES", 3 * SIZE)
     for position in range(4):
-        course.follow([pages[position]], is_noted=True)
+        course.follow([pages[position]], (), is_noted=True)
         course.rank_used([pages[position]], position)
         space.look_ahead([pages[position]], position, 6 * SIZE)
     assert copies.out == pages[:3]

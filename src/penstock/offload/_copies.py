@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections.abc import Callable
 
 import torch
 from torch.utils._mode_utils import no_dispatch
@@ -33,6 +34,8 @@ class Copies:
         """The part of ``held_bytes`` that will be free once all copies out are complete."""
         self.stall_s = 0.0
         """Seconds that the computation has waited for copies."""
+        self.on_death: Callable[[Page], None] | None = None
+        """Called with each page of which it turns out that no tensor uses it any more."""
         self._leaving: dict[Page, None] = {}
         """Pages on the device that are emptied once their copies below are complete, in order of request."""
         self._stuck_until = 0
@@ -222,6 +225,8 @@ class Copies:
 
     def drop(self, page: Page) -> None:
         """Stop managing a page, wherever its bytes are."""
+        if self.on_death is not None and page.is_dead:
+            self.on_death(page)
         storage = page.storage() if page.is_here else None  # what is left behind elsewhere stays refused
         if storage is not None:
             allow_access(page, storage)
@@ -231,6 +236,13 @@ class Copies:
             self._dying.append(page.handle)
         page.forget_copy()
         self._register.remove(page)
+
+    def drop_dead(self, key: int) -> bool:
+        """Drop the page that has a key if it is dead; return whether nobody has such a page now."""
+        page = self._register.last_with_key(key)
+        if page is not None and page.is_dead:
+            self.drop(page)
+        return page is None or page.is_dead
 
     def free_dead(self) -> None:
         """Free the memory of dropped pages whose copies out have ended."""

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Collection, Iterator, Sequence
 
 from penstock.offload._copies import Copies
-from penstock.offload._order import Follower, StepOrder
+from penstock.offload._order import Details, Follower, StepOrder
 from penstock.offload._page import Page, PageKind
 from penstock.offload._ranks import Ranks
 from penstock.offload._register import Register
@@ -31,6 +31,8 @@ class Course:
         self._growth = 1.0
         """The most that a page has grown since the order that the step follows was measured, as a factor."""
         self._num_begun = 0
+        self._is_noted = False
+        """Whether the operator that asked for its pages last has a place in the order."""
 
     @property
     def order(self) -> StepOrder | None:
@@ -52,6 +54,20 @@ class Course:
     def position(self) -> int:
         """Position in the step's order of the operator that came last; -1 before the first one."""
         return len(self._follower.now.needs) - 1
+
+    @property
+    def last(self) -> StepOrder | None:
+        """The order of the step that ended last."""
+        return self._follower.last
+
+    @property
+    def orders(self) -> list[StepOrder]:
+        """The orders of all kinds of step that are remembered."""
+        return self._follower.orders
+
+    def has_details(self, order: StepOrder) -> bool:
+        """Whether enough was measured of an order to plan it."""
+        return order.num_measured >= _NUM_MEASURED and order.details is not None
 
     def begin(self) -> None:
         """Begin a step."""
@@ -85,20 +101,40 @@ class Course:
         self._ranks.rank(page, self.order, self.position + 1, is_new=True)
         if self.is_in_step and page.kind in (PageKind.OTHER, PageKind.GRADIENT):
             self._follower.now.begin(page.key, page.size_bytes if page.kind is PageKind.OTHER else 0)
+            if self._follower.now.details is not None:
+                self._follower.now.details.born_bytes[page.key] = page.size_bytes
 
-    def follow(self, pages: Sequence[Page], *, is_noted: bool) -> int:
+    def record_details(self) -> Details:
+        """Record what a plan needs of the step that has just begun."""
+        details = self._follower.now.details = Details()
+        return details
+
+    def died(self, page: Page) -> None:
+        """Record the end of a page, which came before the operator that asks for its pages now."""
+        details = self._follower.now.details
+        if self.is_in_step and details is not None:
+            details.died[page.key] = self.position - self._is_noted
+
+    def follow(self, pages: Sequence[Page], written: Collection[Page], *, is_noted: bool) -> int:
         """Record an operator's pages if it ``is_noted``; return its position in the order that the step follows."""
         self.count += 1
+        self._is_noted = is_noted
         position = self.position
         if is_noted:
-            position = self._note(pages) if self.is_in_step else -1
+            position = self._note(pages, written) if self.is_in_step else -1
         if self._ranks.is_full_of_old(len(self._register)):
             self._rank_all(position + 1)
         return position
 
-    def _note(self, pages: Sequence[Page]) -> int:
+    def _note(self, pages: Sequence[Page], written: Collection[Page]) -> int:
         keys, sizes = tuple([page.key for page in pages]), tuple([page.size_bytes for page in pages])
         position = self._follower.follow(keys, sizes)
+        details = self._follower.now.details
+        if details is not None:
+            details.writes.append(tuple([page in written for page in pages]))
+            for page in pages:
+                if page.narrow is not None and len(page.narrow.parts) == 1:
+                    details.cast_of[page.key] = page.narrow.parts[0][1].key
         order = self._follower.known
         if order is not self._ranks.order:
             self.ahead = position
@@ -138,6 +174,11 @@ class Course:
             return
         for page, next_use in zip(pages, order.next_uses(position), strict=True):
             self._ranks.put(page, -next_use)
+
+    def rank_again(self) -> None:
+        """Rank all pages, after operators for which nobody did."""
+        self.ahead = self.position + 1
+        self._rank_all(self.position + 1)
 
     def _rank_all(self, position: int) -> None:
         self._ranks.rank_all(self._register.everything(), self.order, position)

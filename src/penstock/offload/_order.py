@@ -14,6 +14,22 @@ MAX_ORDERS = 8
 
 
 @dataclass(slots=True, eq=False)
+class Details:
+    """What a plan needs to know of a step, recorded in the steps that are measured."""
+
+    writes: list[tuple[bool, ...]] = field(default_factory=list)
+    """For each operator, whether it changes each of its pages."""
+    born_bytes: dict[int, int] = field(default_factory=dict)
+    """Bytes of the pages that began in this step, by key."""
+    died: dict[int, int] = field(default_factory=dict)
+    """Keys of pages that died in this step, and the last operator before that; -1 before the first one."""
+    cast_of: dict[int, int] = field(default_factory=dict)
+    """Keys of pages that are emptied without a copy and made again from another page, and that page's key."""
+    seconds: list[float] = field(default_factory=list)
+    """For each operator, the seconds until the next one asked for its pages."""
+
+
+@dataclass(slots=True, eq=False)
 class StepOrder:
     """The order of one kind of step."""
 
@@ -25,6 +41,8 @@ class StepOrder:
     """For each operator, the bytes of the pages that began with it or after it, before the next one."""
     begun: dict[int, int] = field(default_factory=dict)
     """Keys of pages that began in this step, and where. A page that had the key before is dead by then."""
+    details: "Details | None" = None
+    """What a plan needs beside that; ``None`` if it was not recorded."""
     others_bytes: list[int] = field(default_factory=list)
     """For each operator, the most bytes outside of pages until the next one; empty if not measured."""
     num_measured: int = 0
@@ -58,6 +76,7 @@ class StepOrder:
         self.others_bytes = [max(pair) for pair in zip(before, others_bytes, strict=True)]
         self.num_measured += 1
         self.sizes, self.begun_bytes, self.begun = as_seen.sizes, as_seen.begun_bytes, as_seen.begun
+        self.details = as_seen.details
         self._begun_until = [0, *itertools.accumulate(self.begun_bytes)]
         self._nexts.clear()
 
@@ -133,7 +152,8 @@ class Follower:
         self.now = StepOrder()
         self.known: StepOrder | None = None
         """The order that the step has followed so far; ``None`` if there is none."""
-        self._last: StepOrder | None = None
+        self.last: StepOrder | None = None
+        """The order of the step that ended last."""
 
     def begin(self) -> None:
         """Begin a step, and expect the kind that most recently followed the last step's kind."""
@@ -143,7 +163,7 @@ class Follower:
     @property
     def expected(self) -> StepOrder | None:
         """The order of the next step, as far as is known."""
-        return self._last and (self._last.then or self._last)
+        return self.last and (self.last.then or self.last)
 
     def follow(self, keys: tuple[int, ...], sizes: tuple[int, ...]) -> int:
         """Add an operator; return its position in the order."""
@@ -164,7 +184,7 @@ class Follower:
         if same is not None:
             self.orders.remove(same)
         self.orders = [*self.orders, order][-MAX_ORDERS:]
-        if self._last is not None:
-            self._last.precede(order)
-        self._last = order
+        if self.last is not None:
+            self.last.precede(order)
+        self.last = order
         return order

@@ -57,6 +57,10 @@ class Narrow:
         """Return whether all of them are on the device."""
         return all(page.is_here for _, page in self.parts)
 
+    def is_held(self) -> bool:
+        """Return whether all of them are on the device or on their way to it."""
+        return all(page.held_bytes() for _, page in self.parts)
+
     def put(self, number: int, storage: torch.UntypedStorage) -> None:
         """Fill the page with the first of them, or add a further one, as an operator on the device would."""
         tensor = self.parts[number][0]

@@ -26,6 +26,7 @@ from penstock.offload._guard import allow_access, refuse_access
 from penstock.offload._pace import Pace
 from penstock.offload._page import Page, PageKind
 from penstock.offload._register import Register
+from penstock.offload._replay import Replay
 from penstock.offload._space import PageSpace
 from penstock.offload._timeline import Timeline
 from penstock.storages import id_of
@@ -51,6 +52,9 @@ class Pages:
         self.course = Course(budget_bytes, self.register, self.copies)
         self._streams = backend_of(device).streams
         self._space = PageSpace(self.register, self.copies, self.course, Pace(self._streams))
+        self.replay = Replay(self.register, self.copies, self.course, is_one_memory=self._streams is None)
+        self.follows_plans = False
+        """Whether steps are planned."""
         self.find = self.register.find
         """Return the page of a storage, by the storage's identity."""
         self.timeline = Timeline()
@@ -103,22 +107,30 @@ class Pages:
 
     def begin_step(self) -> None:
         """Begin a step."""
-        with self.lock:
+        with self._moving():
             for page in self.register:
                 if page.is_refused and page.is_here:
                     self.allow(page)
             self.course.begin()
+            if self.follows_plans:
+                if self._streams is not None:
+                    self._follow_stream(self._streams)
+                self.replay.begin_step()
             self.timeline.begin(self.course.order, is_measured=self.course.is_measured)
 
     def end_step(self, others_bytes: Sequence[int], *, is_whole: bool) -> None:
         """End a step; ``others_bytes`` are the bytes outside of pages at each operator, if measured."""
         self.timeline.end(is_whole=is_whole)
+        with self._moving():
+            self.replay.end_step(is_whole=is_whole)
         self.copies.sweep()
         for page in self.register:  # until the next step, nobody finds bytes of before an update
             storage = page.storage() if page.pending is not None or page.scaling is not None else None
             if storage is not None and page.is_here and not self.copies.is_leaving(page):
                 refuse_access(page, storage)
         self.course.end(others_bytes, is_whole=is_whole)
+        if self.follows_plans and is_whole:
+            self.replay.prepare()
 
     def allow(self, page: Page) -> None:
         """Let everybody have the memory of a page on the device, as nothing is due on it any more."""
@@ -164,7 +176,7 @@ class Pages:
             self.before_need()
         if self._streams is not None:
             self._follow_stream(self._streams)
-        position = course.follow(pages, is_noted=is_noted)
+        position = course.follow(pages, written, is_noted=is_noted)
         missing: list[Page] = []
         for page in pages:
             page.last_use = course.count
@@ -176,6 +188,10 @@ class Pages:
             self.on_poll()
         copies.free_dead()
         limit = course.limit(position)
+        if self.replay.is_on and self.replay.need(position, pages, written, is_overwritten=is_overwritten):
+            self._fill_planned(missing, pages, written, limit, is_overwritten=is_overwritten)
+            self._after(is_noted=is_noted)
+            return
         if course.order is not None and course.order.others_bytes:
             made_bytes = 0  # it is part of what was measured
         self._space.make(made_bytes + sum([page.size_bytes - page.held_bytes() for page in missing]), pages, limit)
@@ -195,11 +211,30 @@ class Pages:
                 course.rank(page, position + 1)
         elif not is_early:
             self._space.look_ahead(pages, position, limit)
+        self._after(is_noted=is_noted)
+
+    def _fill_planned(
+        self,
+        missing: Sequence[Page],
+        pages: Sequence[Page],
+        written: Collection[Page],
+        limit: int,
+        *,
+        is_overwritten: bool,
+    ) -> None:
+        """Let the device wait for the pages that the plan has fetched."""
+        for page in missing:
+            if not page.is_here:
+                self._fill(page, pages, limit, is_read=not (is_overwritten and page in written))
+        for page in written:
+            self.copies.written(page)
+
+    def _after(self, *, is_noted: bool) -> None:
         if self.timeline.is_recording:
             self.timeline.sample(self.register.everything)
         if self.after_need is not None:
-            copies.sweep()
-            copies.free_dead()
+            self.copies.sweep()
+            self.copies.free_dead()
             self.after_need(is_noted)
 
     def _fill(self, page: Page, stays: Sequence[Page], limit: int, *, is_read: bool) -> None:

@@ -63,6 +63,10 @@ class Register:
         page = self._by_key.get(key)
         return None if page is None or page.is_dead else page
 
+    def last_with_key(self, key: int) -> Page | None:
+        """Return the page that has a key, dead or alive."""
+        return self._by_key.get(key)
+
     def label(self, key: int) -> str:
         """Return the name of the last page that had a key."""
         return self._last[key].label

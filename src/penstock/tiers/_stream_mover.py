@@ -92,8 +92,7 @@ class StreamMover:
         node: int | None = None,
         has_lane_memory: bool = False,
     ):
-        """``has_lane_memory``: whether copies in get memory of their own stream (`LaneMemory`).
-        """
+        """``has_lane_memory``: whether copies in get memory of their own stream (`LaneMemory`)."""
         self._streams = streams
         self.max_in_flight_bytes = max_in_flight_bytes
         self._verify = verify
@@ -130,7 +129,11 @@ class StreamMover:
 
     def make_room(self, size_bytes: int) -> float:
         most_bytes, out = self.max_in_flight_bytes - size_bytes, self._direct.out
-        while self._copies.has_leaving and self._copies.in_flight_bytes + out.in_flight_bytes > most_bytes:
+        # In memory of the lane's own, what is copied out is waited for when it is given back.
+        is_bounded = self._memory is None
+        while (
+            is_bounded and self._copies.has_leaving and self._copies.in_flight_bytes + out.in_flight_bytes > most_bytes
+        ):
             self._copies.let_oldest_leave()
         return out.wait_for_room(self._copies.in_flight_bytes + size_bytes)
 

@@ -1,0 +1,230 @@
+"""Steps that follow a plan: what leaves, what comes and what is given back is known before the step begins.
+
+Each operator has a place in the order of its step, and the plan has for each place what is to be done before it.
+Nothing is asked of the device: memory is given back and handed out in the order of the plan, and whoever gets it waits
+for what used it (`LaneMemory`). Where a step does otherwise than planned, the plan is left, and the rest of the step is
+decided operator by operator. A page's state says what has been begun, so any place is as good as another for that.
+"""
+
+import contextlib
+import threading
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from penstock.errors import BudgetError
+from penstock.offload._copies import Copies
+from penstock.offload._course import Course
+from penstock.offload._order import StepOrder
+from penstock.offload._page import Page
+from penstock.offload._register import Register
+from penstock.offload._step_problem import OrderedProblem, problem_of
+from penstock.state import PlannedStep, Rates, best_plan
+
+_UNKNOWN_BYTES_PER_S = 5e9
+"""The rate of a link on which nothing was copied yet."""
+
+
+@dataclass(slots=True)
+class _Actions:
+    """What is to be done at one place of a step, by key of page."""
+
+    dead: list[int] = field(default_factory=list)
+    """Pages that must not exist any more, since others get their memory."""
+    swept: list[int] = field(default_factory=list)
+    """Pages that usually do not exist any more."""
+    given_back: list[int] = field(default_factory=list)
+    fetched: list[int] = field(default_factory=list)
+    leaving: list[int] = field(default_factory=list)
+    """Pages whose copies out begin after the operator."""
+
+
+class Script:
+    """A plan, as actions by place."""
+
+    def __init__(self, order: StepOrder, ordered: OrderedProblem, planned: PlannedStep):
+        self.order, self.planned, self.ordered = order, planned, ordered
+        self.others_bytes = order.others_bytes
+        """The bytes outside of pages that the plan was made for."""
+        plan, keys = planned.plan, ordered.keys
+        self.actions = [_Actions() for _ in order.needs]
+        for give in plan.give_backs:
+            actions = self.actions[give.position]
+            (actions.dead if give.dies else actions.given_back).append(keys[give.page])
+        for copy in plan.copies_in:
+            self.actions[copy.position].fetched.append(keys[copy.page])
+        for copy in plan.copies_out:
+            self.actions[copy.position].leaving.append(keys[copy.page])
+        for position, those in ordered.emptied.items():
+            self.actions[position].given_back += those
+        for position, those in ordered.dead.items():
+            self.actions[position].swept += those
+        self.start = self._start_set()
+        """Keys of the pages that are on the device, or on their way, when a step begins."""
+        self.left_alone = {key for those in ordered.dead.values() for key in those}
+        """Keys of pages that stay as long as they exist."""
+
+    def _start_set(self) -> dict[int, None]:
+        pages, keys = self.ordered.problem.pages, self.ordered.keys
+        moved = {give.page for give in self.planned.plan.give_backs}
+        held = dict.fromkeys(keys[page] for page in range(len(keys)) if page not in moved)
+        born: dict[int, list[int]] = {}
+        for page, key in zip(pages, keys, strict=True):
+            if page.is_born:
+                born.setdefault(page.uses[0], []).append(key)
+        for position, actions in enumerate(self.actions):
+            for key in (*actions.dead, *actions.given_back):
+                held.pop(key, None)
+            held.update(dict.fromkeys((*actions.fetched, *born.get(position, ()))))
+        return held
+
+
+class Replay:
+    """The plans of the kinds of step seen so far, and the step that follows one of them."""
+
+    def __init__(self, register: Register, copies: Copies, course: Course, *, is_one_memory: bool):
+        self._register, self._copies, self._course = register, copies, course
+        self._is_one_memory = is_one_memory
+        self._scripts: dict[StepOrder, Script | None] = {}
+        """By order; ``None`` where no plan keeps the budget."""
+        self._thread: threading.Thread | None = None
+        self._script: Script | None = None
+        """The plan that the step under way follows."""
+        self._done = -1
+        """Place of the last operator before which everything was done."""
+        self.num_steps = 0
+        """Number of steps that followed a plan from the beginning to the end."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the step under way follows a plan so far."""
+        return self._script is not None
+
+    # Planning
+
+    def prepare(self, *, is_waited_for: bool = False) -> None:
+        """Plan the kind of step that has just ended, beside what follows, if it is measured and has no plan yet."""
+        order = self._course.last
+        if order is None or not self._course.has_details(order):
+            return
+        script = self._scripts.get(order)
+        if script is not None and _exceeds(order.others_bytes, script.others_bytes):
+            del self._scripts[order]
+        if order in self._scripts or (self._thread is not None and self._thread.is_alive()):
+            return
+        budget_bytes = self._course.budget_bytes
+        ordered = problem_of(order, budget_bytes, self._rates(), is_one_memory=self._is_one_memory)
+        self._scripts = {known: self._scripts[known] for known in self._course.orders if known in self._scripts}
+        self._scripts[order] = None
+        if ordered is None:
+            return
+        self._thread = threading.Thread(target=self._plan, args=(order, ordered), name="penstock planning", daemon=True)
+        self._thread.start()
+        if is_waited_for:
+            self._thread.join()
+
+    def _plan(self, order: StepOrder, ordered: OrderedProblem) -> None:
+        with contextlib.suppress(BudgetError):  # the online path may find a way, or says what is missing
+            self._scripts[order] = Script(order, ordered, best_plan([ordered.problem]))
+
+    def _rates(self) -> Rates:
+        out, into = self._copies.waterfall.rates_bytes_per_s()
+        in_bytes_per_s, out_bytes_per_s = max(into or _UNKNOWN_BYTES_PER_S, 1.0), max(out or _UNKNOWN_BYTES_PER_S, 1.0)
+        return Rates(
+            in_bytes_per_s=in_bytes_per_s,
+            out_bytes_per_s=out_bytes_per_s,
+            both_in_bytes_per_s=in_bytes_per_s,
+            both_out_bytes_per_s=out_bytes_per_s,
+        )
+
+    # A step
+
+    def begin_step(self) -> None:
+        """Begin a step, which follows a plan if there is one for the kind of step that is expected."""
+        order = self._course.order
+        script = None if order is None else self._scripts.get(order)
+        self._script, self._done = script, -1
+        if script is not None:
+            self._bridge(script)
+
+    def _bridge(self, script: Script) -> None:
+        """Bring about what the plan begins with, if the step before did not."""
+        copies, register = self._copies, self._register
+        for other in register:
+            is_left_alone = other.key in script.start or other.key in script.left_alone or other in register.pinned
+            if other.held_bytes() and not is_left_alone:
+                self._give_back(other)
+        limit = self._course.limit(0)
+        for key in script.start:
+            page = register.with_key(key)
+            if page is not None and not page.held_bytes() and copies.held_bytes + page.size_bytes <= limit:
+                copies.prefetch(page)
+
+    def need(self, position: int, pages: Sequence[Page], written: Collection[Page], *, is_overwritten: bool) -> bool:
+        """Do what the plan has for the operator at that place, whose pages these are.
+
+        Returns ``False`` if the plan was left, so that the rest is decided operator by operator.
+        """
+        script = self._script
+        if script is None:
+            return False
+        if script.order is not self._course.order or self._register.pinned:
+            return self.leave()
+        if position > self._done and not self._act(script, position):
+            return self.leave()
+        for page in pages:
+            if page.is_here:
+                continue
+            is_read = not (is_overwritten and page in written)
+            if not page.is_coming and is_read and not (page.narrow is not None and page.narrow.is_held()):
+                return self.leave()
+        return True
+
+    def _act(self, script: Script, position: int) -> bool:
+        copies, register = self._copies, self._register
+        for place in range(max(self._done, 0), position):
+            self._let_leave(script.actions[place].leaving)
+        self._done = position
+        actions = script.actions[position]
+        for key in actions.swept:
+            copies.drop_dead(key)
+        for key in actions.dead:
+            if not copies.drop_dead(key):
+                return False  # somebody still has it
+        for key in actions.given_back:
+            page = register.with_key(key)
+            if page is not None and page.is_here:
+                self._give_back(page)
+        for key in actions.fetched:
+            page = register.with_key(key)
+            if page is not None and not page.held_bytes() and not copies.prefetch(page):
+                return False
+        return copies.held_bytes <= self._course.limit(position)
+
+    def _give_back(self, page: Page) -> None:
+        self._copies.leave(page)
+        if page.is_here:
+            self._copies.give_back(page)
+
+    def _let_leave(self, keys: Sequence[int]) -> None:
+        for key in keys:
+            page = self._register.with_key(key)
+            if page is not None and page.is_here:
+                self._copies.leave(page)
+
+    def leave(self) -> bool:
+        """Leave the plan for the rest of the step; return ``False``."""
+        self._script = None
+        self._course.rank_again()
+        return False
+
+    def end_step(self, *, is_whole: bool) -> None:
+        """End a step."""
+        script, self._script = self._script, None
+        if script is None or not is_whole or self._done != len(script.actions) - 1:
+            return
+        self._let_leave(script.actions[self._done].leaving)
+        self.num_steps += 1
+
+
+def _exceeds(others_bytes: Sequence[int], before: Sequence[int]) -> bool:
+    return any(now > then for now, then in zip(others_bytes, before, strict=False))
