@@ -34,6 +34,10 @@ class Copies:
         """The part of ``held_bytes`` that will be free once all copies out are complete."""
         self.stall_s = 0.0
         """Seconds that the computation has waited for copies."""
+        self._outdated: dict[Page, Handle] = {}
+        """Handles of before a page was changed, whose space its next copy out uses again. So no space has to be found
+        in a step, and none is given back.
+        """
         self.on_death: Callable[[Page], None] | None = None
         """Called with each page of which it turns out that no tensor uses it any more."""
         self._leaving: dict[Page, None] = {}
@@ -66,7 +70,8 @@ class Copies:
         if page.handle is None:
             allow_access(page, storage)
             with no_dispatch():  # a mode that sees an operator takes as long as the operator
-                page.handle = self.waterfall.park(storage, page.label)
+                outdated = self._outdated.pop(page, None)
+                page.handle = self.waterfall.park(storage, page.label, outdated=outdated, spare=self._spare)
             self.parked_bytes[page.kind] += page.size_bytes
         if page not in self._leaving:
             self._leaving[page] = None
@@ -220,8 +225,18 @@ class Copies:
             if page.handle.state is HandleState.LEAVING:
                 page.stale.append(page.handle)
                 page.handle = None
+            elif self.waterfall.keeps_room(page.handle) and page not in self._outdated:
+                self._outdated[page] = page.handle
+                page.handle = None
             page.forget_copy()
         self.stay(page)
+
+    def _spare(self) -> bool:
+        """Release the space of copies that are out of date; return whether there were any."""
+        outdated, self._outdated = self._outdated, {}
+        for handle in outdated.values():
+            handle.release()
+        return bool(outdated)
 
     def drop(self, page: Page) -> None:
         """Stop managing a page, wherever its bytes are."""
@@ -235,6 +250,8 @@ class Copies:
         if page.handle is not None and page.handle.state is HandleState.LEAVING:
             self._dying.append(page.handle)
         page.forget_copy()
+        if page in self._outdated:
+            self._outdated.pop(page).release()
         self._register.remove(page)
 
     def drop_dead(self, key: int) -> bool:

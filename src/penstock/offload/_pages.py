@@ -177,18 +177,17 @@ class Pages:
         if self._streams is not None:
             self._follow_stream(self._streams)
         position = course.follow(pages, written, is_noted=is_noted)
-        missing: list[Page] = []
         for page in pages:
             page.last_use = course.count
             copies.stay(page)
-            if not page.is_here:
-                missing.append(page)
         if self.on_poll is not None:
             copies.waterfall.reap()
             self.on_poll()
         copies.free_dead()
         limit = course.limit(position)
-        if self.replay.is_on and self.replay.need(position, pages, written, is_overwritten=is_overwritten):
+        is_planned = self.replay.is_on and self.replay.need(position, pages, written, is_overwritten=is_overwritten)
+        missing = [page for page in pages if not page.is_here]
+        if is_planned:
             self._fill_planned(missing, pages, written, limit, is_overwritten=is_overwritten)
             self._after(is_noted=is_noted)
             return

@@ -43,8 +43,6 @@ class Script:
 
     def __init__(self, order: StepOrder, ordered: OrderedProblem, planned: PlannedStep):
         self.order, self.planned, self.ordered = order, planned, ordered
-        self.others_bytes = order.others_bytes
-        """The bytes outside of pages that the plan was made for."""
         plan, keys = planned.plan, ordered.keys
         self.actions = [_Actions() for _ in order.needs]
         for give in plan.give_backs:
@@ -84,8 +82,10 @@ class Replay:
     def __init__(self, register: Register, copies: Copies, course: Course, *, is_one_memory: bool):
         self._register, self._copies, self._course = register, copies, course
         self._is_one_memory = is_one_memory
-        self._scripts: dict[StepOrder, Script | None] = {}
-        """By order; ``None`` where no plan keeps the budget."""
+        self._scripts: dict[StepOrder, Script] = {}
+        """By order. There is none where no plan keeps the budget."""
+        self._planned_for: dict[StepOrder, Sequence[int]] = {}
+        """The bytes outside of pages that each order was planned for last."""
         self._thread: threading.Thread | None = None
         self._script: Script | None = None
         """The plan that the step under way follows."""
@@ -106,21 +106,28 @@ class Replay:
         order = self._course.last
         if order is None or not self._course.has_details(order):
             return
-        script = self._scripts.get(order)
-        if script is not None and _exceeds(order.others_bytes, script.others_bytes):
-            del self._scripts[order]
-        if order in self._scripts or (self._thread is not None and self._thread.is_alive()):
+        if not self._is_new(order) or (self._thread is not None and self._thread.is_alive()):
             return
+        self._planned_for = {known: sizes for known, sizes in self._planned_for.items() if known in self._course.orders}
+        self._planned_for[order] = order.others_bytes
+        self._scripts = {known: script for known, script in self._scripts.items() if known in self._planned_for}
         budget_bytes = self._course.budget_bytes
         ordered = problem_of(order, budget_bytes, self._rates(), is_one_memory=self._is_one_memory)
-        self._scripts = {known: self._scripts[known] for known in self._course.orders if known in self._scripts}
-        self._scripts[order] = None
         if ordered is None:
             return
         self._thread = threading.Thread(target=self._plan, args=(order, ordered), name="penstock planning", daemon=True)
         self._thread.start()
         if is_waited_for:
             self._thread.join()
+
+    def _is_new(self, order: StepOrder) -> bool:
+        """Whether an order was not planned yet, or for less memory outside of pages than it takes."""
+        before = self._planned_for.get(order)
+        if before is None or before is order.others_bytes:
+            return before is None
+        if self._is_one_memory:
+            return any(now > then for now, then in zip(order.others_bytes, before, strict=True))
+        return max(order.others_bytes) > max(before)
 
     def _plan(self, order: StepOrder, ordered: OrderedProblem) -> None:
         with contextlib.suppress(BudgetError):  # the online path may find a way, or says what is missing
@@ -145,6 +152,7 @@ class Replay:
         self._script, self._done = script, -1
         if script is not None:
             self._bridge(script)
+            self._copies.waterfall.is_quiet = True
 
     def _bridge(self, script: Script) -> None:
         """Bring about what the plan begins with, if the step before did not."""
@@ -214,17 +222,15 @@ class Replay:
     def leave(self) -> bool:
         """Leave the plan for the rest of the step; return ``False``."""
         self._script = None
+        self._copies.waterfall.is_quiet = False
         self._course.rank_again()
         return False
 
     def end_step(self, *, is_whole: bool) -> None:
         """End a step."""
         script, self._script = self._script, None
+        self._copies.waterfall.is_quiet = False
         if script is None or not is_whole or self._done != len(script.actions) - 1:
             return
         self._let_leave(script.actions[self._done].leaving)
         self.num_steps += 1
-
-
-def _exceeds(others_bytes: Sequence[int], before: Sequence[int]) -> bool:
-    return any(now > then for now, then in zip(others_bytes, before, strict=False))

@@ -63,6 +63,23 @@ class Handles:
             handle.record.room, handle.record.num_moving = room, 1
             self.counts["bounced_bytes"] += room.edge_bytes
 
+    def hand_over(self, outdated: Handle, handle: Handle) -> Room | None:
+        """Release one handle and give another one its space in host memory, where a copy out is about to begin.
+
+        Returns ``None`` if that is not possible. Copies that still touch the space come before those of the new handle,
+        since a direction has one stream, and the computation has used what came in.
+        """
+        room = outdated.record.room
+        if room is None or not room.tier.is_memory or room.lender is not None:
+            return None
+        if outdated.record.state is not HandleState.PARKED or outdated.size_bytes != handle.size_bytes:
+            return None
+        with self._changing(outdated):
+            outdated.record.room = None
+            self.counts["num_live_handles"] -= outdated.record.happens(Happening.RELEASED)
+        self.give(handle, room)
+        return room
+
     def keep(self, handle: Handle, trouble: str) -> None:
         """Keep the storage on the device, because there is no space or the copy out could not begin."""
         with self._changing(handle):

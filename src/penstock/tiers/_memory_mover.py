@@ -40,6 +40,7 @@ class MemoryMover:
     """
 
     has_staging = False
+    can_overwrite = False  # what of a storage is on disk depends on its address
 
     def __init__(self, handles: Handles, events: EventLog, *, max_in_flight_bytes: int, verify: bool):
         self.max_in_flight_bytes = max_in_flight_bytes

@@ -21,6 +21,9 @@ class Mover(Protocol):
     max_in_flight_bytes: int
     """Bound on the bytes being copied out. Changed by ``bound_in_flight``."""
 
+    can_overwrite: bool
+    """Whether a copy out may go where an outdated copy of the same storage is."""
+
     @property
     def has_staging(self) -> bool:
         """Whether bytes being copied out take the same amount of host memory."""

@@ -80,6 +80,8 @@ class StreamMover:
     It is wide because it has every operation of `Mover`.
     """
 
+    can_overwrite = True
+
     def __init__(
         self,
         streams: Streams,

@@ -31,6 +31,8 @@ class Traffic:
         """Seconds that the computation has waited for copies, as far as the host knows."""
         self.device_changes: list[tuple[float, int]] | None = None
         """``(time.time(), change in bytes)`` of what handles hold on the device; a list if they are collected."""
+        self.is_quiet = False
+        """Whether `reap` does not ask the device."""
         self.is_closed = False
         """Whether the waterfall takes no more calls, because it is closed or being closed."""
         self.is_gone = False
@@ -140,7 +142,8 @@ class Traffic:
 
     def reap(self) -> None:
         """Drop device copies whose copy out is complete, and free the space of garbage-collected handles."""
-        self._mover.poll()
+        if not self.is_quiet:
+            self._mover.poll()
         while self._abandoned:
             self.release(self._abandoned.popleft())
         leftovers = self.handles.leftovers

@@ -13,7 +13,7 @@ These two modules keep these rules:
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -23,6 +23,7 @@ from penstock.tiers._events import EventLog
 from penstock.tiers._handle import Handle
 from penstock.tiers._handles import Handles
 from penstock.tiers._mover import Mover
+from penstock.tiers._record import HandleState
 from penstock.tiers._room import Room
 from penstock.tiers._statistics import TierStatistics
 from penstock.tiers._tier import Tier
@@ -54,9 +55,19 @@ class Waterfall:
         self._traffic = Traffic(self.tiers, mover, handles, events)
         self._has_warned = False
 
-    def park(self, storage: torch.UntypedStorage, label: str = "") -> Handle:
+    def park(
+        self,
+        storage: torch.UntypedStorage,
+        label: str = "",
+        *,
+        outdated: Handle | None = None,
+        spare: Callable[[], bool] | None = None,
+    ) -> Handle:
         """Begin to copy ``storage`` out and return its handle, which keeps the storage alive until the copy is done.
 
+        ``outdated`` is a handle of the same storage from before it was changed (`keeps_room`). It is released, and its
+        space in the tier is used. ``spare`` is called if the tiers are full, to release such handles; it returns
+        whether there were any.
         Waits while too many bytes are being copied out. The storage must not be written to before the copy is done; if
         it is shared, check its version. If no tier has space, the handle keeps the storage (state ``KEPT``).
         """
@@ -74,12 +85,16 @@ class Waterfall:
         if waited_s:
             traffic.note_stall(handle, start_s, waited_s, is_back=False)
         traffic.reap()
+        room = None if outdated is None else self._handles.hand_over(outdated, handle)
         try:
-            room = self._reserve(handle)
+            if room is None:
+                if outdated is not None:
+                    outdated.release()
+                room = self._reserve(handle, spare)
+                self._handles.give(handle, room)
         except TierFullError as error:
             self._handles.keep(handle, str(error))
         else:
-            self._handles.give(handle, room)
             try:
                 self._mover.start_out(handle, storage, room)
             except RuntimeError as error:  # nothing has begun: no thread or no event was available
@@ -131,6 +146,12 @@ class Waterfall:
         """
         self._mover.give_back(storage)
 
+    def keeps_room(self, handle: Handle) -> bool:
+        """Whether the space of a handle, whose bytes are about to be outdated, can be used again by `park`."""
+        room = handle.record.room
+        is_parked = handle.record.state is HandleState.PARKED
+        return self._mover.can_overwrite and is_parked and room is not None and room.tier.is_memory
+
     def reap(self) -> None:
         """Drop device copies whose copy out is complete, and free the space of garbage-collected handles."""
         self._traffic.reap()
@@ -173,6 +194,15 @@ class Waterfall:
         self._traffic.device_changes = changes
 
     @property
+    def is_quiet(self) -> bool:
+        """Whether the device is not asked which copies have finished. Meanwhile no space in tiers is given back."""
+        return self._traffic.is_quiet
+
+    @is_quiet.setter
+    def is_quiet(self, is_quiet: bool) -> None:
+        self._traffic.is_quiet = is_quiet
+
+    @property
     def max_in_flight_bytes(self) -> int:
         """The most bytes that may be copied out at once; above it the computation waits."""
         return self._mover.max_in_flight_bytes
@@ -207,12 +237,14 @@ class Waterfall:
         self._traffic.is_gone = True
         self.reap()
 
-    def _reserve(self, handle: Handle) -> Room:
+    def _reserve(self, handle: Handle, spare: Callable[[], bool] | None) -> Room:
         while True:
             may_come_back = self._handles.num_leaving_room or self._mover.holds_handles  # asked before it can end
             try:
                 return self._mover.reserve(self.tiers, handle)
             except TierFullError:
+                if spare is not None and spare():
+                    continue
                 if self._traffic.has_abandoned or (may_come_back and self._mover.wait_for_a_copy()):
                     self.reap()
                 elif may_come_back:
