@@ -25,7 +25,9 @@ class Waterfall:
     def __init__(self):
         self.handles, self.ended, self.num_reaped = [], set(), 0
 
-    def park(self, storage, label):
+    def park(self, storage, label, *, outdated, spare):
+        assert outdated is None
+        assert not spare()
         self.handles.append(Handle(storage))
         return self.handles[-1]
 

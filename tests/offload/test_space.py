@@ -66,7 +66,7 @@ def scene():
     register.with_key = pages.__getitem__
     register.everything = lambda: pages
     copies = Copies(pages)
-    course = Course(6 * SIZE, register, copies)
+    course = Course(6 * SIZE + 2**16, register, copies)
     for _ in range(2):
         course.begin()
         for page in pages:
@@ -95,7 +95,7 @@ def test_pages_leave_for_more_than_the_one_that_is_fetched_next(scene, monkeypat
 
 def test_nothing_leaves_for_a_page_that_is_used_after_it(scene):
     pages, copies, course, space = scene
-    course.follow([pages[0]], is_noted=True)
+    course.follow([pages[0]], (), is_noted=True)
     course.rank_used([pages[0]], 0)
     space.look_ahead([pages[0]], 0, 6 * SIZE)
     assert copies.out in ([], [pages[0]])
