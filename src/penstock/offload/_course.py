@@ -21,6 +21,8 @@ class Course:
 
     def __init__(self, budget_bytes: int, register: Register, copies: Copies):
         self.budget_bytes = budget_bytes
+        self.even_bytes = budget_bytes - min(_UNEVEN_BYTES, budget_bytes // 128)
+        """The part of the budget that a measured step may take."""
         self.others_bytes = 0
         """Other bytes on the device before the first step. Operators get half of the rest until they are measured."""
         self.is_in_step = False
@@ -35,7 +37,6 @@ class Course:
         self._growth = 1.0
         """The most that a page has grown since the order that the step follows was measured, as a factor."""
         self._num_begun = 0
-        self._uneven_bytes = min(_UNEVEN_BYTES, budget_bytes // 128)
         self._is_noted = False
         """Whether the operator that asked for its pages last has a place in the order."""
 
@@ -153,7 +154,7 @@ class Course:
         """Return the bytes that pages may take while the operator at that position runs, and until the next one."""
         order = self._follower.known
         if order is not None and 0 <= position < len(order.others_bytes):
-            return self.budget_bytes - int(order.others_bytes[position] * self._growth) - self._uneven_bytes
+            return self.even_bytes - int(order.others_bytes[position] * self._growth)
         return self.budget_bytes - (self._unmeasured_bytes or (self.budget_bytes + self.others_bytes) // 2)
 
     @contextlib.contextmanager

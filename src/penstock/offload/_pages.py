@@ -185,7 +185,9 @@ class Pages:
             self.on_poll()
         copies.free_dead()
         limit = course.limit(position)
-        is_planned = self.replay.is_on and self.replay.need(position, pages, written, is_overwritten=is_overwritten)
+        is_planned = self.replay.is_on and self.replay.need(
+            position, pages, written, is_overwritten=is_overwritten, is_noted=is_noted
+        )
         missing = [page for page in pages if not page.is_here]
         if is_planned:
             self._fill_planned(missing, pages, written, limit, is_overwritten=is_overwritten)

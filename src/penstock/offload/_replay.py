@@ -58,6 +58,8 @@ class Script:
             self.actions[position].swept += those
         self.start = self._start_set()
         """Keys of the pages that are on the device, or on their way, when a step begins."""
+        self.wanted = self._wanted()
+        """Those that are used before they are given back."""
         self.left_alone = {key for those in ordered.dead.values() for key in those}
         """Keys of pages that stay as long as they exist."""
 
@@ -75,6 +77,15 @@ class Script:
             held.update(dict.fromkeys((*actions.fetched, *born.get(position, ()))))
         return held
 
+    def _wanted(self) -> list[int]:
+        pages = dict(zip(self.ordered.keys, self.ordered.problem.pages, strict=True))
+        given: dict[int, int] = {}
+        for position, actions in enumerate(self.actions):
+            for key in (*actions.dead, *actions.given_back):
+                given.setdefault(key, position)
+        size = len(self.actions)
+        return [key for key in self.start if min(use % size for use in pages[key].uses) < given.get(key, size)]
+
 
 class Replay:
     """The plans of the kinds of step seen so far, and the step that follows one of them."""
@@ -91,13 +102,21 @@ class Replay:
         """The plan that the step under way follows."""
         self._done = -1
         """Place of the last operator before which everything was done."""
+        self._ended: Script | None = None
+        """The plan that the step before followed to its end."""
         self.num_steps = 0
         """Number of steps that followed a plan from the beginning to the end."""
+        self.num_left = 0
+        """Number of steps that did otherwise than their plan."""
 
     @property
     def is_on(self) -> bool:
         """Whether the step under way follows a plan so far."""
         return self._script is not None
+
+    def script_of(self, order: StepOrder | None) -> Script | None:
+        """Return the plan of a kind of step, if there is one."""
+        return None if order is None else self._scripts.get(order)
 
     # Planning
 
@@ -111,7 +130,7 @@ class Replay:
         self._planned_for = {known: sizes for known, sizes in self._planned_for.items() if known in self._course.orders}
         self._planned_for[order] = order.others_bytes
         self._scripts = {known: script for known, script in self._scripts.items() if known in self._planned_for}
-        budget_bytes = self._course.budget_bytes
+        budget_bytes = self._course.even_bytes
         ordered = problem_of(order, budget_bytes, self._rates(), is_one_memory=self._is_one_memory)
         if ordered is None:
             return
@@ -147,8 +166,7 @@ class Replay:
 
     def begin_step(self) -> None:
         """Begin a step, which follows a plan if there is one for the kind of step that is expected."""
-        order = self._course.order
-        script = None if order is None else self._scripts.get(order)
+        script = self.script_of(self._course.order)
         self._script, self._done = script, -1
         if script is not None:
             self._bridge(script)
@@ -157,17 +175,27 @@ class Replay:
     def _bridge(self, script: Script) -> None:
         """Bring about what the plan begins with, if the step before did not."""
         copies, register = self._copies, self._register
+        if self._ended is not script:  # what leaves has its storages until somebody asks the device, which nobody will
+            copies.waterfall.drain()
         for other in register:
             is_left_alone = other.key in script.start or other.key in script.left_alone or other in register.pinned
             if other.held_bytes() and not is_left_alone:
                 self._give_back(other)
         limit = self._course.limit(0)
-        for key in script.start:
+        for key in script.wanted:
             page = register.with_key(key)
             if page is not None and not page.held_bytes() and copies.held_bytes + page.size_bytes <= limit:
                 copies.prefetch(page)
 
-    def need(self, position: int, pages: Sequence[Page], written: Collection[Page], *, is_overwritten: bool) -> bool:
+    def need(
+        self,
+        position: int,
+        pages: Sequence[Page],
+        written: Collection[Page],
+        *,
+        is_overwritten: bool,
+        is_noted: bool,
+    ) -> bool:
         """Do what the plan has for the operator at that place, whose pages these are.
 
         Returns ``False`` if the plan was left, so that the rest is decided operator by operator.
@@ -177,6 +205,8 @@ class Replay:
             return False
         if script.order is not self._course.order or self._register.pinned:
             return self.leave()
+        if not is_noted and not all(page.held_bytes() for page in pages):
+            position = min(position + 1, len(script.actions) - 1)  # a view, by which the next operator begins
         if position > self._done and not self._act(script, position):
             return self.leave()
         for page in pages:
@@ -200,7 +230,9 @@ class Replay:
                 return False  # somebody still has it
         for key in actions.given_back:
             page = register.with_key(key)
-            if page is not None and page.is_here:
+            if page is None:
+                copies.drop_dead(key)
+            elif page.is_here:
                 self._give_back(page)
         for key in actions.fetched:
             page = register.with_key(key)
@@ -222,6 +254,7 @@ class Replay:
     def leave(self) -> bool:
         """Leave the plan for the rest of the step; return ``False``."""
         self._script = None
+        self.num_left += 1
         self._copies.waterfall.is_quiet = False
         self._course.rank_again()
         return False
@@ -229,8 +262,9 @@ class Replay:
     def end_step(self, *, is_whole: bool) -> None:
         """End a step."""
         script, self._script = self._script, None
-        self._copies.waterfall.is_quiet = False
+        self._copies.waterfall.is_quiet, self._ended = False, None
         if script is None or not is_whole or self._done != len(script.actions) - 1:
             return
         self._let_leave(script.actions[self._done].leaving)
+        self._ended = script
         self.num_steps += 1

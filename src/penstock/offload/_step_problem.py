@@ -59,7 +59,7 @@ def problem_of(order: StepOrder, budget_bytes: int, rates: Rates, *, is_one_memo
     return OrderedProblem(
         problem=StateProblem(
             seconds=tuple(details.seconds),
-            pool_bytes=tuple(pool.bytes),
+            pool_bytes=pool.smeared(),
             pages=tuple(pages),
             budget_bytes=budget_bytes,
             rates=rates,
@@ -82,6 +82,10 @@ class _Pool:
         size = len(self.bytes)
         for position in range(first, min(last, first + size - 1) + 1):
             self.bytes[position % size] += size_bytes
+
+    def smeared(self) -> tuple[int, ...]:
+        """Return the most at each position and the one before, whose bytes are still there while views are made."""
+        return tuple(max(pair) for pair in zip(self.bytes, [self.bytes[-1], *self.bytes[:-1]], strict=True))
 
 
 class _Steps:
@@ -142,8 +146,8 @@ class _Steps:
         leaves = end_s > max(there_and_back_s, _LONG * self._passed_s[-1])
         if max(pauses, default=0.0) <= there_and_back_s and not leaves:
             return None
-        if death > uses[-1][0] and not leaves:
-            uses.append((death, False))
+        if not leaves:
+            uses.append((death + 1, False))  # a view, by which the next operator begins, may come before its death
         return StepPage(
             name=str(key),
             size_bytes=size_bytes,
@@ -161,8 +165,8 @@ class _Steps:
 
     def add_cast(self, key: int, pool: _Pool) -> None:
         """Count a cast with the pool while it is in use, and let it be emptied afterwards."""
-        for first, last in self._spans_of_cast(key):
-            pool.add(first, last, self._sizes[key])
+        for number, (first, last) in enumerate(self._spans_of_cast(key)):
+            pool.add(first - (number > 0), last, self._sizes[key])  # it is made again for a view of it, before its use
             self.emptied.setdefault((last + 1) % self._size, []).append(key)
 
     def _spans_of_cast(self, key: int) -> list[tuple[int, int]]:

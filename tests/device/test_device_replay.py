@@ -1,0 +1,109 @@
+"""Steps that follow a plan, on an accelerator: equal to the bit, no race, and nothing is asked of the device."""
+
+import contextlib
+import functools
+import gc
+from collections import Counter
+
+import pytest
+import torch
+
+from penstock import offload, probe
+from penstock.devices._accelerator import AcceleratorStreams
+from penstock.offload._pages import Pages
+from penstock.offload._replay import Replay
+from penstock.state import verify
+from penstock.testing import GPT
+
+MOST_STEPS = 30
+"""By then the plan no longer changes."""
+
+
+@pytest.fixture(autouse=True)
+def _planned(monkeypatch):
+    begin = Pages.begin_step
+
+    def begin_step(pages):
+        pages.follows_plans = True
+        begin(pages)
+
+    monkeypatch.setattr(Pages, "begin_step", begin_step)
+    monkeypatch.setattr(Replay, "prepare", functools.partialmethod(Replay.prepare, is_waited_for=True))
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """How often the host asks the device or waits for it, by method."""
+    counts = Counter()
+    for name in ("is_done", "synchronize"):
+
+        def count(streams, event, name=name, method=getattr(AcceleratorStreams, name)):
+            counts[name] += 1
+            return method(streams, event)
+
+        monkeypatch.setattr(AcceleratorStreams, name, count)
+    return counts
+
+
+def make(device, checkpointed):
+    torch.manual_seed(0)
+    model = GPT(num_layers=3, width=64, num_heads=2, context=64, checkpointed=checkpointed).to(device)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+
+
+def step(model, optimizer, device, number, *, is_half):
+    tokens = torch.randint(256, (4, 64), generator=torch.Generator().manual_seed(number)).to(device)
+    with torch.autocast(device, torch.bfloat16) if is_half else contextlib.nullcontext():
+        loss = model(tokens, tokens)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+CASES = {
+    "simple": {},
+    "checkpointed": {"checkpointed": True},
+    "half": {"is_half": True, "checkpointed": True},
+    "in backward": {"update_in_backward": True},
+    "in backward, half": {"update_in_backward": True, "is_half": True, "checkpointed": True},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_settled_steps_ask_nothing_and_move_what_is_planned(device, asked, case):
+    options = dict(CASES[case])
+    is_half, checkpointed = options.pop("is_half", False), options.pop("checkpointed", False)
+    one_step = functools.partial(step, device=device, is_half=is_half)
+    model, optimizer = make(device, checkpointed)
+    plain = [one_step(model, optimizer, number=number).item() for number in range(MOST_STEPS)]
+    own_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    del model, optimizer
+    gc.collect()
+    model, optimizer = make(device, checkpointed)
+    budget = probe.held_bytes(device) - own_bytes + 2 * own_bytes + 2**21
+    with contextlib.closing(offload.training(model, optimizer, budget, host="64MiB", **options)) as training:
+        pages = training._managed.pages
+        losses, moved, num_asked, num_replayed = [], [], [], []
+        for number in range(MOST_STEPS):
+            copies = pages.copies
+            with training:
+                asked.clear()
+                losses.append(one_step(model, optimizer, number=number))
+                num_asked.append(sum(asked.values()))
+            script = pages.replay.script_of(pages.course.last)
+            moved.append((sum(copies.fetched_bytes.values()), sum(copies.parked_bytes.values()), script))
+            num_replayed.append(pages.replay.num_steps)
+            is_settled = len(moved) > 4 and all(before is script for _, _, before in moved[-4:])
+            if script is not None and is_settled and num_replayed[-1] == num_replayed[-4] + 3:
+                break
+        script = moved[-1][2]
+        problem, plan = script.ordered.problem, script.planned.plan
+        verify(problem, plan)
+        assert num_asked[-1] == 0
+        assert moved[-1][0] - moved[-2][0] == plan.in_bytes(problem) > 0
+        assert moved[-1][1] - moved[-2][1] == plan.out_bytes(problem) > 0
+        assert pages.replay.num_steps >= 3
+        assert pages.replay.num_left <= 1  # the first plan is made from a step that ended copies at other times
+        assert training._progress.peak_bytes <= pages.course.budget_bytes
+        assert [loss.item() for loss in losses] == plain[: len(losses)]
