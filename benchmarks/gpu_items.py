@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gpu_rows import GIB, MIB, Context, Found, Item
-from benchmarks.gpu_training import larger, parts
+from benchmarks.gpu_training import larger, parts, planned
 from benchmarks.relational_graphs import GRAPHS, Edges, knowledge_graph, synthetic
 from benchmarks.relational_peers import PEERS, make
 from penstock import fleet, offload, probe, remat, unified
@@ -426,6 +426,7 @@ ITEMS = (
         for layer_name in ("RGCN", "RGAT")
     ),
     Item(name="fleets", phase=4, headline="Hydra", paper="double buffer 1.5-2x", run=fleets),
+    Item(name="planned steps", phase=6, headline="a model larger than the budget", paper="", run=planned),
     Item(name="larger", phase=6, headline="a model larger than the budget", paper="FSDP2's offloading", run=larger),
     Item(name="parts of a step", phase=6, headline="a model larger than the budget", paper="", run=parts),
     Item(name="batches", phase=5, headline="Libra", paper="batch 3.12x", run=batches),

@@ -79,6 +79,45 @@ def parts(context: Context) -> Iterator[Found]:
             _clear()
 
 
+def planned(context: Context) -> Iterator[Found]:
+    """Measure steps that follow a plan beside ones decided operator by operator, with what the plan predicts."""
+    large = [(24, 2048, (8, 1024)), (12, 4096, (8, 1024)), (12, 4096, (32, 1024))]
+    for layers, width, tokens in [(2, 64, (2, 32))] if context.quick else large:
+        case = _Case(layers=layers, width=width, tokens=tokens, device=context.device)
+        plain = _plain(case, context)
+        for in_backward, follows_plans in [(True, True), (True, False), (False, True)]:
+            yield _planned(case, context, plain, in_backward=in_backward, follows_plans=follows_plans)
+            _clear()
+
+
+def _planned(case: _Case, context: Context, plain: _Run, *, in_backward: bool, follows_plans: bool) -> Found:
+    model = case.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    budget_bytes, host = max(4 * num_parameters, 2**20), "64MiB" if context.quick else "90GiB"
+    training = offload.training(model, optimizer, budget_bytes, host=host, update_in_backward=in_backward)
+    training._managed.pages.follows_plans = follows_plans
+    try:
+        run = _trained(case, context, model, optimizer, lambda: training, num_warm=4 if context.quick else 14)
+        busy_s = _busy(lambda: _trained(case, context, model, optimizer, lambda: training, num_warm=0), context)
+        statistics, reserved_bytes = training.statistics(), torch.accelerator.max_memory_reserved()
+    finally:
+        training.close(discard=True)
+    predicted = statistics.predicted_step_s
+    moved = statistics.step_fetched_bytes / num_parameters, statistics.step_parked_bytes / num_parameters
+    notes = [
+        f"{statistics.num_planned_steps} of {statistics.num_steps} steps planned",
+        *([] if predicted is None else [f"predicted {1e3 * predicted:.0f} ms"]),
+        f"in {moved[0]:.1f} out {moved[1]:.1f} bytes per parameter",
+        f"peak {run.peak_bytes / budget_bytes:.3f} and reserved {reserved_bytes / budget_bytes:.3f} of the budget",
+        *(f"{kind} {1e3 * taken_s:.0f} ms" for kind, taken_s in busy_s.items()),
+    ]
+    where = "updates in backward" if in_backward else "plain defaults"
+    way = "planned" if follows_plans else "operator by operator"
+    name = f"{num_parameters / 1e9:.2g}B parameters, {math.prod(case.tokens)} tokens, a quarter, {where}, {way}"
+    return _over_plain(name, run, plain, ", ".join(notes))
+
+
 def _parts(case: _Case, context: Context, plain: _Run, update: Literal["device", "host"]) -> Found:
     model = case.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

@@ -10,7 +10,6 @@ import torch
 
 from penstock import offload, probe
 from penstock.devices._accelerator import AcceleratorStreams
-from penstock.offload._pages import Pages
 from penstock.offload._replay import Replay
 from penstock.state import verify
 from penstock.testing import GPT
@@ -21,13 +20,6 @@ MOST_STEPS = 30
 
 @pytest.fixture(autouse=True)
 def _planned(monkeypatch):
-    begin = Pages.begin_step
-
-    def begin_step(pages):
-        pages.follows_plans = True
-        begin(pages)
-
-    monkeypatch.setattr(Pages, "begin_step", begin_step)
     monkeypatch.setattr(Replay, "prepare", functools.partialmethod(Replay.prepare, is_waited_for=True))
 
 
@@ -36,13 +28,18 @@ def asked(monkeypatch):
     """How often the host asks the device or waits for it, by method."""
     counts = Counter()
     for name in ("is_done", "synchronize"):
-
-        def count(streams, event, name=name, method=getattr(AcceleratorStreams, name)):
-            counts[name] += 1
-            return method(streams, event)
-
-        monkeypatch.setattr(AcceleratorStreams, name, count)
+        monkeypatch.setattr(AcceleratorStreams, name, counted(counts, name))
     return counts
+
+
+def counted(counts, name):
+    method = getattr(AcceleratorStreams, name)
+
+    def count(streams, event):
+        counts[name] += 1
+        return method(streams, event)
+
+    return count
 
 
 def make(device, checkpointed):

@@ -11,7 +11,6 @@ from training_loops import Transformer, batches, loss_of, simple_step
 
 from penstock import probe
 from penstock.offload import training
-from penstock.offload._pages import Pages
 from penstock.offload._replay import Replay
 from penstock.state import verify
 
@@ -21,14 +20,7 @@ NUM_STEPS = 12
 
 @pytest.fixture(autouse=True)
 def _planned(monkeypatch):
-    """Plan every kind of step as soon as it is measured, and wait for the plan."""
-    begin = Pages.begin_step
-
-    def begin_step(pages):
-        pages.follows_plans = True
-        begin(pages)
-
-    monkeypatch.setattr(Pages, "begin_step", begin_step)
+    """Wait for the plan of every kind of step as soon as it is measured."""
     monkeypatch.setattr(Replay, "prepare", functools.partialmethod(Replay.prepare, is_waited_for=True))
 
 
@@ -221,6 +213,11 @@ def test_a_step_that_does_otherwise_leaves_the_plan(tmp_path, trouble):
     assert_equal(losses, model, plain)
 
 
+def forward_and_stop(model, tokens):
+    loss_of(model, tokens)
+    raise Interrupted
+
+
 def test_steps_that_are_broken_off_and_reads_between_steps(tmp_path):
     plain = plainly(simple_step)
     model = make_model()
@@ -232,8 +229,7 @@ def test_steps_that_are_broken_off_and_reads_between_steps(tmp_path):
             state = torch.get_rng_state()
             if number == NUM_STEPS - 3:
                 with pytest.raises(Interrupted), context:
-                    loss_of(model, tokens)
-                    raise Interrupted
+                    forward_and_stop(model, tokens)
                 torch.set_rng_state(state)
             with context:
                 losses.append(simple_step(model, optimizer, tokens))

@@ -11,8 +11,8 @@ from penstock.offload._register import Register
 
 _NUM_MEASURED = 2
 _UNEVEN_BYTES = 2**16
-"""Bytes that are left free for small tensors that one step frees a moment later than another: up to 12 KiB were seen. It
-is less with budgets of a few MiB.
+"""Bytes that are left free for small tensors that one step frees a moment later than another: up to 12 KiB were seen.
+It is less with budgets of a few MiB.
 """
 
 

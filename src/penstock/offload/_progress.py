@@ -7,6 +7,7 @@ from torch import nn
 
 from penstock.offload._copies import Copies
 from penstock.offload._page import PageKind
+from penstock.offload._replay import Replay
 from penstock.offload._statistics import TrainingStatistics
 
 _Moved = tuple[Mapping[PageKind, int], Mapping[PageKind, int]]
@@ -43,7 +44,13 @@ class TrainingProgress:
         self._last, self._before = (fetched, parked), now
 
     def statistics(
-        self, model: nn.Module, *, state_bytes: int, written_to_disk_bytes: int, num_host_updates: int | None
+        self,
+        model: nn.Module,
+        replay: Replay,
+        *,
+        state_bytes: int,
+        written_to_disk_bytes: int,
+        num_host_updates: int | None,
     ) -> TrainingStatistics:
         """Return what the training of ``model`` has done so far."""
         fetched, parked = self._last
@@ -61,4 +68,6 @@ class TrainingProgress:
             num_host_updates=num_host_updates,
             held_bytes=self._copies.held_bytes,
             measured_peak_bytes=self.peak_bytes,
+            num_planned_steps=replay.num_steps,
+            predicted_step_s=replay.predicted_step_s,
         )

@@ -118,6 +118,12 @@ class Replay:
         """Return the plan of a kind of step, if there is one."""
         return None if order is None else self._scripts.get(order)
 
+    @property
+    def predicted_step_s(self) -> float | None:
+        """Seconds that the last step takes by its plan; ``None`` if it has none."""
+        script = self.script_of(self._course.last)
+        return None if script is None else script.planned.simulated.step_s
+
     # Planning
 
     def prepare(self, *, is_waited_for: bool = False) -> None:

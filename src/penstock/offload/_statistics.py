@@ -104,6 +104,12 @@ class TrainingStatistics:
     """Bytes that it has on the device now."""
     measured_peak_bytes: int | None
     """Device peak of the last measured step, which is one of the first of its kind; ``None`` before."""
+    num_planned_steps: int
+    """Number of steps that followed a plan from beginning to end. The first ones are measured to make one."""
+    predicted_step_s: float | None
+    """Seconds that a step takes by the plan that is followed; ``None`` before there is one. It counts copies and
+    operators, and no time of the host's.
+    """
 
     @property
     def step_fetched_bytes(self) -> int:
@@ -138,5 +144,6 @@ class TrainingStatistics:
             f"{self.num_steps} steps; on the device {held} of {state}, peak {peak}\n"
             f"bytes per parameter in the last step: in {per_parameter(self.step_fetched)}; "
             f"out {per_parameter(self.step_parked)}\n"
-            f"waited {self.stall_s:.3f} s for copies; {format_bytes(self.written_to_disk_bytes)} written to disk"
+            f"waited {self.stall_s:.3f} s for copies; {format_bytes(self.written_to_disk_bytes)} written to disk; "
+            f"{self.num_planned_steps} steps planned"
         )

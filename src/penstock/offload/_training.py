@@ -378,6 +378,7 @@ class Training:
         """Return what it has done so far."""
         return self._progress.statistics(
             self.model,
+            self._pages.replay,
             state_bytes=self._managed.state_bytes,
             written_to_disk_bytes=self._pages.copies.waterfall.statistics().written_to_disk_bytes,
             num_host_updates=self._managed.updates.num_on_host,
