@@ -254,12 +254,11 @@ class Copies:
             self._outdated.pop(page).release()
         self._register.remove(page)
 
-    def drop_dead(self, key: int) -> bool:
-        """Drop the page that has a key if it is dead; return whether nobody has such a page now."""
+    def drop_dead(self, key: int) -> None:
+        """Drop the page that has a key if it is dead."""
         page = self._register.last_with_key(key)
         if page is not None and page.is_dead:
             self.drop(page)
-        return page is None or page.is_dead
 
     def free_dead(self) -> None:
         """Free the memory of dropped pages whose copies out have ended."""

@@ -29,9 +29,7 @@ class _Actions:
     """What is to be done at one place of a step, by key of page."""
 
     dead: list[int] = field(default_factory=list)
-    """Pages that must not exist any more, since others get their memory."""
-    swept: list[int] = field(default_factory=list)
-    """Pages that usually do not exist any more."""
+    """Pages that do not exist any more if the step is as it was."""
     given_back: list[int] = field(default_factory=list)
     fetched: list[int] = field(default_factory=list)
     leaving: list[int] = field(default_factory=list)
@@ -55,7 +53,7 @@ class Script:
         for position, those in ordered.emptied.items():
             self.actions[position].given_back += those
         for position, those in ordered.dead.items():
-            self.actions[position].swept += those
+            self.actions[position].dead += those
         self.start = self._start_set()
         """Keys of the pages that are on the device, or on their way, when a step begins."""
         self.wanted = self._wanted()
@@ -102,8 +100,6 @@ class Replay:
         """The plan that the step under way follows."""
         self._done = -1
         """Place of the last operator before which everything was done."""
-        self._ended: Script | None = None
-        """The plan that the step before followed to its end."""
         self.num_steps = 0
         """Number of steps that followed a plan from the beginning to the end."""
         self.num_left = 0
@@ -181,8 +177,6 @@ class Replay:
     def _bridge(self, script: Script) -> None:
         """Bring about what the plan begins with, if the step before did not."""
         copies, register = self._copies, self._register
-        if self._ended is not script:  # what leaves has its storages until somebody asks the device, which nobody will
-            copies.waterfall.drain()
         for other in register:
             is_left_alone = other.key in script.start or other.key in script.left_alone or other in register.pinned
             if other.held_bytes() and not is_left_alone:
@@ -229,11 +223,8 @@ class Replay:
             self._let_leave(script.actions[place].leaving)
         self._done = position
         actions = script.actions[position]
-        for key in actions.swept:
-            copies.drop_dead(key)
         for key in actions.dead:
-            if not copies.drop_dead(key):
-                return False  # somebody still has it
+            copies.drop_dead(key)
         for key in actions.given_back:
             page = register.with_key(key)
             if page is None:
@@ -244,7 +235,11 @@ class Replay:
             page = register.with_key(key)
             if page is not None and not page.held_bytes() and not copies.prefetch(page):
                 return False
-        return copies.held_bytes <= self._course.limit(position)
+        limit = self._course.limit(position)
+        if copies.held_bytes > limit:  # somebody keeps what was dead, or a copy out that was taken back still reads it
+            copies.waterfall.drain()
+            copies.sweep()
+        return copies.held_bytes <= limit
 
     def _give_back(self, page: Page) -> None:
         self._copies.leave(page)
@@ -268,9 +263,8 @@ class Replay:
     def end_step(self, *, is_whole: bool) -> None:
         """End a step."""
         script, self._script = self._script, None
-        self._copies.waterfall.is_quiet, self._ended = False, None
+        self._copies.waterfall.is_quiet = False
         if script is None or not is_whole or self._done != len(script.actions) - 1:
             return
         self._let_leave(script.actions[self._done].leaving)
-        self._ended = script
         self.num_steps += 1
