@@ -83,6 +83,11 @@ class Copies:
         """Return whether a page on the device will be emptied."""
         return page in self._leaving
 
+    def is_read(self, page: Page) -> bool:
+        """Return whether a copy out may still read a page's memory."""
+        is_leaving = page.handle is not None and page.handle.state is HandleState.LEAVING
+        return is_leaving or bool(page.stale) or page in self._leaving
+
     def stay(self, page: Page) -> None:
         """Keep a page that was about to leave."""
         if page in self._leaving:
@@ -248,7 +253,11 @@ class Copies:
         self._gone(page)
         page.narrow = None
         if page.handle is not None and page.handle.state is HandleState.LEAVING:
-            self._dying.append(page.handle)
+            if self.waterfall.is_quiet:  # nobody would notice that the copy has ended
+                page.handle.let_go()
+                self.waterfall.reap()
+            else:
+                self._dying.append(page.handle)
         page.forget_copy()
         if page in self._outdated:
             self._outdated.pop(page).release()

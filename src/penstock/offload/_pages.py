@@ -126,7 +126,7 @@ class Pages:
         self.copies.sweep()
         for page in self.register:  # until the next step, nobody finds bytes of before an update
             storage = page.storage() if page.pending is not None or page.scaling is not None else None
-            if storage is not None and page.is_here and not self.copies.is_leaving(page):
+            if storage is not None and page.is_here and not self.copies.is_read(page):
                 refuse_access(page, storage)
         self.course.end(others_bytes, is_whole=is_whole)
         if self.follows_plans and is_whole:

@@ -100,6 +100,8 @@ class Replay:
         """The plan that the step under way follows."""
         self._done = -1
         """Place of the last operator before which everything was done."""
+        self._was_planned = False
+        """Whether the step before followed a plan to its end."""
         self.num_steps = 0
         """Number of steps that followed a plan from the beginning to the end."""
         self.num_left = 0
@@ -177,6 +179,8 @@ class Replay:
     def _bridge(self, script: Script) -> None:
         """Bring about what the plan begins with, if the step before did not."""
         copies, register = self._copies, self._register
+        if not self._was_planned:  # a copy out that was taken back has its storage until somebody asks the device
+            copies.waterfall.drain()
         for other in register:
             is_left_alone = other.key in script.start or other.key in script.left_alone or other in register.pinned
             if other.held_bytes() and not is_left_alone:
@@ -263,8 +267,9 @@ class Replay:
     def end_step(self, *, is_whole: bool) -> None:
         """End a step."""
         script, self._script = self._script, None
-        self._copies.waterfall.is_quiet = False
+        self._copies.waterfall.is_quiet = self._was_planned = False
         if script is None or not is_whole or self._done != len(script.actions) - 1:
             return
         self._let_leave(script.actions[self._done].leaving)
+        self._was_planned = True
         self.num_steps += 1
