@@ -17,7 +17,10 @@ It is less with budgets of a few MiB.
 
 
 class Course:
-    """The step under way, its position, the bytes that pages may take, and the ranks of the pages on the device."""
+    """The step under way, its position, the bytes that pages may take, and the ranks of the pages on the device.
+
+    It is wide because each of these changes with every operator.
+    """
 
     def __init__(self, budget_bytes: int, register: Register, copies: Copies):
         self.budget_bytes = budget_bytes

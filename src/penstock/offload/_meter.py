@@ -16,7 +16,10 @@ _Number = TypeVar("_Number", int, float)
 
 
 class OthersMeter:
-    """A measurement of the device memory that is not in pages, and of the time, for each operator of one step."""
+    """A measurement of the device memory that is not in pages, and of the time, for each operator of one step.
+
+    It is wide because memory, time and places are noted at the same two moments of each operator.
+    """
 
     def __init__(self, pages: Pages, device: torch.device):
         self._pages, self._taken = pages, contextlib.ExitStack()

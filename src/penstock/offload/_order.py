@@ -15,7 +15,7 @@ MAX_ORDERS = 8
 
 @dataclass(slots=True, eq=False)
 class Details:
-    """What a plan needs to know of a step, recorded in the steps that are measured."""
+    """More about a step, recorded in the steps that are measured, for a plan of it."""
 
     writes: list[tuple[bool, ...]] = field(default_factory=list)
     """For each operator, whether it changes each of its pages."""
@@ -31,7 +31,7 @@ class Details:
 
 @dataclass(slots=True, eq=False)
 class StepOrder:
-    """The order of one kind of step."""
+    """The order of one kind of step. It is wide because all that is known of the kind is here, and answers from it."""
 
     needs: list[tuple[int, ...]] = field(default_factory=list)
     """For each operator that works on pages, the keys of those pages."""
@@ -42,7 +42,7 @@ class StepOrder:
     begun: dict[int, int] = field(default_factory=dict)
     """Keys of pages that began in this step, and where. A page that had the key before is dead by then."""
     details: "Details | None" = None
-    """What a plan needs beside that; ``None`` if it was not recorded."""
+    """More of it, for a plan; ``None`` if it was not recorded."""
     others_bytes: list[int] = field(default_factory=list)
     """For each operator, the most bytes outside of pages until the next one; empty if not measured."""
     num_measured: int = 0

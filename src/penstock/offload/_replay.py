@@ -26,7 +26,7 @@ _UNKNOWN_BYTES_PER_S = 5e9
 
 @dataclass(slots=True)
 class _Actions:
-    """What is to be done at one place of a step, by key of page."""
+    """Everything to be done at one place of a step, by key of page."""
 
     dead: list[int] = field(default_factory=list)
     """Pages that do not exist any more if the step is as it was."""
@@ -57,7 +57,7 @@ class Script:
         self.start = self._start_set()
         """Keys of the pages that are on the device, or on their way, when a step begins."""
         self.wanted = self._wanted()
-        """Those that are used before they are given back."""
+        """Keys of the pages among them that are used before they are given back."""
         self.left_alone = {key for those in ordered.dead.values() for key in those}
         """Keys of pages that stay as long as they exist."""
 
@@ -77,12 +77,12 @@ class Script:
 
     def _wanted(self) -> list[int]:
         pages = dict(zip(self.ordered.keys, self.ordered.problem.pages, strict=True))
-        given: dict[int, int] = {}
+        first_given: dict[int, int] = {}
         for position, actions in enumerate(self.actions):
             for key in (*actions.dead, *actions.given_back):
-                given.setdefault(key, position)
+                first_given.setdefault(key, position)
         size = len(self.actions)
-        return [key for key in self.start if min(use % size for use in pages[key].uses) < given.get(key, size)]
+        return [key for key in self.start if min(use % size for use in pages[key].uses) < first_given.get(key, size)]
 
 
 class Replay:

@@ -22,6 +22,7 @@ class OrderedProblem:
     """A problem whose pages have the keys of an order."""
 
     problem: StateProblem
+    """The step to be planned."""
     keys: tuple[int, ...]
     """The key of each of its pages."""
     emptied: dict[int, list[int]]
@@ -40,7 +41,7 @@ def problem_of(order: StepOrder, budget_bytes: int, rates: Rates, *, is_one_memo
         or not len(details.seconds) == len(details.writes) == size == len(order.others_bytes)
     ):
         return None
-    steps = _Steps(order, details, rates)
+    steps = _Uses(order, details, rates)
     pages, keys = [], []
     dead: dict[int, list[int]] = {}
     pool = _Pool(order.others_bytes)
@@ -88,7 +89,7 @@ class _Pool:
         return tuple(max(pair) for pair in zip(self.bytes, [self.bytes[-1], *self.bytes[:-1]], strict=True))
 
 
-class _Steps:
+class _Uses:
     """The uses of each page of an order."""
 
     def __init__(self, order: StepOrder, details: Details, rates: Rates):

@@ -112,7 +112,7 @@ def _give_backs(
 ) -> tuple[GiveBack, ...]:
     size = problem.num_operators
     left = {(page, use): (number, back) for number, (_, back, page, use) in enumerate(outs)}
-    found = []
+    give_backs = []
     for index, page in enumerate(problem.pages):
         for use, position in enumerate(page.uses):
             if kept[index][use]:
@@ -121,8 +121,8 @@ def _give_backs(
             steps, place = divmod(back, size)
             out = number - steps * len(outs) if number != NEVER else NEVER
             dies = page.is_born and use == len(page.uses) - 1 and number == NEVER
-            found.append(GiveBack(page=index, use=use, position=place, out=out, dies=dies))
-    return tuple(sorted(found, key=lambda give: (give.position, give.out, give.page)))
+            give_backs.append(GiveBack(page=index, use=use, position=place, out=out, dies=dies))
+    return tuple(sorted(give_backs, key=lambda give: (give.position, give.out, give.page)))
 
 
 def _copies_in(

@@ -157,7 +157,7 @@ def _tenancies(problem: StateProblem, plan: StatePlan) -> Iterator[_Tenancy]:
         begin, arrival = copy.position - size * is_next, number - len(plan.copies_in) * is_next
         brought[copy.page, copy.use] = begin, arrival
     left = {(copy.page, copy.use): number for number, copy in enumerate(plan.copies_out)}
-    given = {(give.page, give.use): give.position for give in plan.give_backs}
+    back_at = {(give.page, give.use): give.position for give in plan.give_backs}
     for index, page in enumerate(problem.pages):
         tenancy: _Tenancy | None = None
         for step in range(_NUM_STEPS):
@@ -180,8 +180,8 @@ def _tenancies(problem: StateProblem, plan: StatePlan) -> Iterator[_Tenancy]:
                     if (index, use) in left:
                         out = left[index, use] + at_step * len(plan.copies_out)
                         tenancy.departures.append((out, operator))
-                if (index, use) in given:
-                    place = given[index, use]
+                if (index, use) in back_at:
+                    place = back_at[index, use]
                     tenancy.end = (at_step + (place <= operator % size)) * size + place
                     if tenancy.uses:
                         yield tenancy
@@ -194,7 +194,7 @@ def _check_tenancy(problem: StateProblem, clocks: _Clocks, tenancy: _Tenancy) ->
     """A page is there before its first use, and changes under no copy out."""
     page = problem.pages[tenancy.page]
     if tenancy.end <= tenancy.uses[-1][0]:
-        raise InternalError(f"{page.name} is given back before operator {tenancy.uses[-1][0]}")
+        raise InternalError(f"{page.name} is back_at back before operator {tenancy.uses[-1][0]}")
     for operator, use in tenancy.uses:
         if clocks.operators[operator][1] <= tenancy.arrival:
             raise InternalError(f"operator {operator} may begin before {page.name} is there")
@@ -255,7 +255,7 @@ def _check_update(problem: StateProblem, plan: StatePlan, clocks: _Clocks, index
 
 
 def _check_bytes(problem: StateProblem, tenancies: list[_Tenancy]) -> None:
-    """What is handed out never exceeds the budget, in the order in which the host does that."""
+    """Memory that is handed out never exceeds the budget, in the order in which the host does that."""
     size = problem.num_operators
     held = np.zeros(_NUM_STEPS * size + 1, dtype=np.int64)
     for tenancy in tenancies:

@@ -21,7 +21,7 @@ Box = list[torch.UntypedStorage]
 
 
 class Handles:
-    """The states of one waterfall's handles."""
+    """The states of one waterfall's handles. It is wide because every change of a state is here, under one lock."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # a finalizer may release a handle of a closed waterfall

@@ -28,7 +28,7 @@ class LaneMemory:
         when it is freed (`torch/csrc/StorageMethods.cpp`).
         """
         self._freed: deque[tuple[int, weakref.ref[torch.UntypedStorage]]] = deque()
-        """What was in ``_storages`` and was freed, in any thread, without having been given back."""
+        """Entries of ``_storages`` that were freed, in any thread, without having been given back."""
 
     def allocate(self, size_bytes: int, into: torch.UntypedStorage) -> None:
         """Give a storage of 0 bytes memory of the lane."""

@@ -36,6 +36,7 @@ class Waterfall:
     """A device's way to its tiers: parks storages in the first of ``tiers`` that has space. Made by ``waterfall_for``.
 
     ``park`` and the handles' ``get`` belong to the computing thread. Several threads may compute, one after another.
+    It is wide because rooms reach their tiers through it alone.
     """
 
     def __init__(
