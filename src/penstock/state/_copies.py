@@ -135,7 +135,7 @@ def _copies_in(
     size, num_ins, num_outs, num_updates = problem.num_operators, len(ins), len(outs), len(problem.updates)
     updates = {update.writes: number for number, update in enumerate(problem.updates)}
     lanes = [give for give in give_backs if problem.is_one_memory or not _is_of_operators(problem, kept, give)]
-    given = np.array([give.position for give in lanes])
+    positions = np.array([give.position for give in lanes])
     operators = np.maximum.accumulate([give.position - 1 if give.out == NEVER else NEVER for give in lanes] or [NEVER])
     latest = np.maximum.accumulate([give.out for give in lanes] or [NEVER])
     own: dict[int, list[tuple[int, int]]] = {}
@@ -145,7 +145,7 @@ def _copies_in(
     needs_in = [NEVER] * size
     for number, (issued, used, page, use) in enumerate(ins):
         position, is_for_next = issued % size, issued < 0
-        before = int(np.searchsorted(given, position, side="right")) - 1
+        before = int(np.searchsorted(positions, position, side="right")) - 1
         operator, out = int(operators[-1]) - size, int(latest[-1]) - num_outs  # from the end of the step before
         if before >= 0:
             operator, out = max(operator, int(operators[before])), max(out, int(latest[before]))
