@@ -24,6 +24,7 @@ class Waterfall:
 
     def __init__(self):
         self.handles, self.ended, self.num_reaped = [], set(), 0
+        self.is_quiet = False
 
     def park(self, storage, label, *, outdated, spare):
         assert outdated is None
