@@ -103,7 +103,7 @@ def test_a_tensor_that_a_checkpoint_is_read_into_is_not_the_users():
             return "warm" not in running
 
         results = running.wait(more)
-    assert results["warm"].losses[0] < results["table"].losses[-1]  # it went on where the other ended
+    assert results["warm"].losses[0] < results["table"].losses[0]  # of the same batch: it went on from the other's end
     assert torch.equal(table, before)
 
 
