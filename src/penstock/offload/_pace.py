@@ -11,10 +11,9 @@ _MOST_AHEAD = 4
 class Pace:
     """A brake for the host.
 
-    A copy in comes after all work that the device had been given when it was queued, because that work may use the same
-    memory. And the room of a page that leaves is only noticed once its copy is complete. So a host that is many
-    operators ahead queues each copy long after it could begin, and finds room only by making the device wait for
-    copies out: then copies in, copies out and computation mostly take turns.
+    In a step without a plan, the room of a page that leaves is only noticed once its copy is complete. So a host that
+    is many operators ahead finds room only by making the device wait for copies out: then copies in, copies out and
+    computation mostly take turns. Steps that follow a plan need no brake.
     """
 
     def __init__(self, streams: Streams | None):

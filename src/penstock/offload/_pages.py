@@ -196,8 +196,7 @@ class Pages:
         if course.order is not None and course.order.others_bytes:
             made_bytes = 0  # it is part of what was measured
         self._space.make(made_bytes + sum([page.size_bytes - page.held_bytes() for page in missing]), pages, limit)
-        # A copy in waits for what the device has been given so far. So the next ones are queued before the device is
-        # told to wait for those of this operator, unless these have not begun yet.
+        # The next copies in are queued before this operator's are waited for, unless those have not begun yet.
         is_early = is_noted and all(page.is_coming for page in missing)
         if is_noted:
             course.rank_used(pages, position)

@@ -134,14 +134,14 @@ class Replay:
         self._planned_for = {known: sizes for known, sizes in self._planned_for.items() if known in self._course.orders}
         self._planned_for[order] = order.others_bytes
         self._scripts = {known: script for known, script in self._scripts.items() if known in self._planned_for}
-        budget_bytes = self._course.even_bytes
-        ordered = problem_of(order, budget_bytes, self._rates(), is_one_memory=self._is_one_memory)
-        if ordered is None:
-            return
-        self._thread = threading.Thread(target=self._plan, args=(order, ordered), name="penstock planning", daemon=True)
-        self._thread.start()
-        if is_waited_for:
-            self._thread.join()
+        thread = threading.Thread(
+            target=self._plan, args=(order, self._rates()), name="penstock planning", daemon=True
+        )
+        with contextlib.suppress(RuntimeError):  # no memory for a stack: steps go on without a plan
+            thread.start()
+            self._thread = thread
+            if is_waited_for:
+                thread.join()
 
     def _is_new(self, order: StepOrder) -> bool:
         """Whether an order was not planned yet, or for less memory outside of pages than it takes."""
@@ -152,9 +152,12 @@ class Replay:
             return any(now > then for now, then in zip(order.others_bytes, before, strict=True))
         return max(order.others_bytes) > max(before)
 
-    def _plan(self, order: StepOrder, ordered: OrderedProblem) -> None:
-        with contextlib.suppress(BudgetError):  # the online path may find a way, or says what is missing
-            self._scripts[order] = Script(order, ordered, best_plan([ordered.problem]))
+    def _plan(self, order: StepOrder, rates: Rates) -> None:
+        """Plan a kind of step, in a thread: training goes on meanwhile, and does so also if this fails."""
+        ordered = problem_of(order, self._course.even_bytes, rates, is_one_memory=self._is_one_memory)
+        if ordered is not None:
+            with contextlib.suppress(BudgetError):  # the online path may find a way, or says what is missing
+                self._scripts[order] = Script(order, ordered, best_plan([ordered.problem]))
 
     def _rates(self) -> Rates:
         out, into = self._copies.waterfall.rates_bytes_per_s()

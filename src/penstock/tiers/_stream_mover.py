@@ -8,7 +8,8 @@ The host runs ahead of the device, so a copy is only queued here. These rules ke
 somebody has published (docs/design/streams.md lists them):
 
 - A copy out waits for the work that produced its bytes: an event of the stream that is current at that moment.
-- A copy in waits for the copy out of the same bytes, and for the work queued before its memory was allocated.
+- A copy in waits for the copy out of the same bytes, and for the work queued before its memory was allocated, or in
+  memory of the lane's own for what used that (`_lane_memory.py`).
 - The device copy of a storage is dropped when the copy out has finished, or after its stream was told to wait for it.
 - Space in a tier is given back only when the last copy that touches it has finished.
 - The bytes being copied out are bounded by making the computing stream wait, so that the host never has to.
