@@ -134,9 +134,7 @@ class Replay:
         self._planned_for = {known: sizes for known, sizes in self._planned_for.items() if known in self._course.orders}
         self._planned_for[order] = order.others_bytes
         self._scripts = {known: script for known, script in self._scripts.items() if known in self._planned_for}
-        thread = threading.Thread(
-            target=self._plan, args=(order, self._rates()), name="penstock planning", daemon=True
-        )
+        thread = threading.Thread(target=self._plan, args=(order, self._rates()), name="penstock planning", daemon=True)
         with contextlib.suppress(RuntimeError):  # no memory for a stack: steps go on without a plan
             thread.start()
             self._thread = thread
