@@ -178,6 +178,7 @@ USES |= {
             "park": lambda _: {"storage": torch.arange(1000).untyped_storage()},
             "reserve": lambda waterfall: {"size_bytes": 4096},
             "borrow": lambda waterfall: {"original": _left(waterfall)},
+            "give_back": lambda _: {"storage": torch.arange(1000).untyped_storage()},
             "bound_in_flight": lambda _: {"size_bytes": 2**27},
         },
     ),

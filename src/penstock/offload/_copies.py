@@ -230,7 +230,7 @@ class Copies:
             if page.handle.state is HandleState.LEAVING:
                 page.stale.append(page.handle)
                 page.handle = None
-            elif self.waterfall.keeps_room(page.handle) and page not in self._outdated:
+            elif page.handle.keeps_room and page not in self._outdated:
                 self._outdated[page] = page.handle
                 page.handle = None
             page.forget_copy()

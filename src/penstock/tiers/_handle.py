@@ -63,6 +63,13 @@ class Handle:
         is_there = self.record.state in (HandleState.LEAVING, HandleState.PARKED, HandleState.ARRIVING)
         return is_there and room is not None and room.tier.is_memory and not self.record.missed_its_tier
 
+    @property
+    def keeps_room(self) -> bool:
+        """Whether `Waterfall.park` can put later bytes of the same storage into the space of these."""
+        room = self.record.room
+        is_there = self.record.state is HandleState.PARKED and room is not None and room.tier.is_memory
+        return is_there and self._traffic.can_overwrite
+
     def host_tensor(self) -> torch.Tensor:
         """Return the bytes as a ``uint8`` tensor, without a copy. The handle must be settled and in host memory.
 

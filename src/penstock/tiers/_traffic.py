@@ -31,6 +31,8 @@ class Traffic:
         """Seconds that the computation has waited for copies, as far as the host knows."""
         self.device_changes: list[tuple[float, int]] | None = None
         """``(time.time(), change in bytes)`` of what handles hold on the device; a list if they are collected."""
+        self.can_overwrite = mover.can_overwrite
+        """Whether later bytes of a storage may go where its earlier ones are."""
         self.is_quiet = False
         """Whether `reap` does not ask the device."""
         self.is_closed = False

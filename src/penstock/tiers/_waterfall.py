@@ -23,13 +23,13 @@ from penstock.tiers._events import EventLog
 from penstock.tiers._handle import Handle
 from penstock.tiers._handles import Handles
 from penstock.tiers._mover import Mover
-from penstock.tiers._record import HandleState
 from penstock.tiers._room import Room
 from penstock.tiers._statistics import TierStatistics
 from penstock.tiers._tier import Tier
 from penstock.tiers._traffic import Traffic
 
 _PARK = "waterfall.park(tensor.untyped_storage())"
+_GIVE_BACK = "waterfall.give_back(tensor.untyped_storage())"
 
 
 class Waterfall:
@@ -66,9 +66,9 @@ class Waterfall:
     ) -> Handle:
         """Begin to copy ``storage`` out and return its handle, which keeps the storage alive until the copy is done.
 
-        ``outdated`` is a handle of the same storage from before it was changed (`keeps_room`). It is released, and its
-        space in the tier is used. ``spare`` is called if the tiers are full, to release such handles; it returns
-        whether there were any.
+        ``outdated`` is a handle of the same storage from before it was changed (`Handle.keeps_room`). It is released,
+        and its space in the tier is used. ``spare`` is called if the tiers are full, to release such handles; it
+        returns whether there were any.
         Waits while too many bytes are being copied out. The storage must not be written to before the copy is done; if
         it is shared, check its version. If no tier has space, the handle keeps the storage (state ``KEPT``).
         """
@@ -145,13 +145,9 @@ class Waterfall:
         Call it just before you empty a storage that ``prefetch`` or ``get`` has filled, if the waterfall was built with
         ``has_lane_memory``. One that is freed with its last tensor is noticed.
         """
+        if not isinstance(storage, torch.UntypedStorage):
+            raise must_be("storage", "a torch.UntypedStorage", storage, _GIVE_BACK)
         self._mover.give_back(storage)
-
-    def keeps_room(self, handle: Handle) -> bool:
-        """Whether the space of a handle, whose bytes are about to be outdated, can be used again by `park`."""
-        room = handle.record.room
-        is_parked = handle.record.state is HandleState.PARKED
-        return self._mover.can_overwrite and is_parked and room is not None and room.tier.is_memory
 
     def reap(self) -> None:
         """Drop device copies whose copy out is complete, and free the space of garbage-collected handles."""
