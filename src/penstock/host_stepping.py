@@ -4,11 +4,12 @@ Another processor rounds differently, so that results agree with steps on the de
 """
 
 import functools
+import itertools
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +34,22 @@ class HostStep:
     def __init__(self) -> None:
         self.error: BaseException | None = None
         """The error with which it has ended."""
+        self.computed_s = 0.0
+        """Seconds that it has computed."""
+        self.turn = 0
+        """Its number among the steps of its lane."""
         self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._calls: list[Callable[[], None]] = []
+        """Functions to be called when it has ended."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can begin at once."""
+        return True
+
+    def get_ready(self) -> None:
+        """Wait until it can begin; the thread of a `HostLane` calls this."""
 
     @property
     def is_done(self) -> bool:
@@ -44,14 +60,29 @@ class HostStep:
         """Wait for its end."""
         self._done.wait()
 
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Call a function when it has ended, in its thread, or now if it has."""
+        with self._lock:
+            if not self.is_done:
+                self._calls.append(call)
+                return
+        call()
+
     def run(self) -> None:
         """Run the step; the thread of a `HostLane` calls this. Whoever waits for the step raises its error."""
         try:
+            self.get_ready()
+            start_s = time.perf_counter()
             self.compute()
+            self.computed_s = time.perf_counter() - start_s
         except BaseException as error:
             self.error = error
         finally:
-            self._done.set()
+            with self._lock:
+                self._done.set()
+                calls, self._calls = self._calls, []
+            for call in calls:
+                call()
 
     def compute(self) -> None:
         """Compute the step, in host memory only."""
@@ -59,10 +90,14 @@ class HostStep:
 
 
 class HostLane:
-    """A thread that runs steps on the host, one after the other. It starts with the first step."""
+    """A thread that runs steps on the host, one after the other. It starts with the first step.
+
+    It takes the first step of its queue that is ready. If none is, it waits for the one that was added first.
+    """
 
     def __init__(self) -> None:
         self._queue: deque[HostStep] = deque()
+        self._turns = itertools.count()
         self._condition = threading.Condition()
         """Guards the queue and the request to end the thread."""
         self._is_ending = False
@@ -74,6 +109,7 @@ class HostLane:
     def put(self, step: HostStep, *, is_first: bool) -> None:
         """Add a step at the front or at the end of the queue."""
         with self._condition:
+            step.turn = next(self._turns)
             if is_first:
                 self._queue.appendleft(step)
             else:
@@ -106,11 +142,12 @@ class HostLane:
                 self._condition.wait_for(lambda: self._queue or self._is_ending)
                 if not self._queue:
                     return
-                step = self._queue.popleft()
-            start_s = time.perf_counter()
+                step = next((step for step in self._queue if step.is_ready), None)
+                step = step or min(self._queue, key=lambda step: step.turn)
+                self._queue.remove(step)
             with torch.no_grad():
                 step.run()
-            self.busy_s += time.perf_counter() - start_s
+            self.busy_s += step.computed_s
             self.num_steps += 1
             del step  # frees its gradient
 
@@ -172,8 +209,8 @@ def seconds_per_element(optimizer: torch.optim.Optimizer, parameter: torch.Tenso
 def host_view(
     handle: "Handle", dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], storage_offset: int
 ) -> torch.Tensor:
-    """Return a tensor over the bytes of a handle that is settled in host memory, without a copy."""
-    memory = handle.host_tensor()
+    """Return a tensor over the bytes of a handle in host memory, which no copy touches, without a copy."""
+    memory = handle.host_memory()
     whole_bytes = memory.numel() // dtype.itemsize * dtype.itemsize  # a tensor of another dtype may be the last
     memory = memory[:whole_bytes].view(dtype)
     return memory.as_strided(shape, stride, memory.storage_offset() + storage_offset)

@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import gc
+import threading
+import time
 from collections import Counter
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from penstock import offload, probe
 from penstock.devices._accelerator import AcceleratorStreams
+from penstock.offload._on_host import Update
 from penstock.offload._replay import Replay
 from penstock.state import verify
 from penstock.testing import GPT
@@ -36,7 +39,7 @@ def counted(counts, name):
     method = getattr(AcceleratorStreams, name)
 
     def count(streams, event):
-        counts[name] += 1
+        counts[name] += threading.current_thread() is threading.main_thread()
         return method(streams, event)
 
     return count
@@ -64,12 +67,22 @@ CASES = {
     "half": {"is_half": True, "checkpointed": True},
     "in backward": {"update_in_backward": True},
     "in backward, half": {"update_in_backward": True, "is_half": True, "checkpointed": True},
-}
+    "host": {"update": "host"},
+    "host, in backward": {"update": "host", "update_in_backward": True},
+    "host, half": {"update": "host", "is_half": True, "checkpointed": True},
+    "host, in backward, half": {
+        "update": "host", "update_in_backward": True, "is_half": True, "checkpointed": True,
+    },
+    "host, slow": {"update": "host", "update_in_backward": True, "delay_s": 0.01},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_settled_steps_ask_nothing_and_move_what_is_planned(device, asked, case):
+def test_settled_steps_ask_nothing_and_move_what_is_planned(device, asked, case, monkeypatch):
+    """Nothing but the host's updates, where there are any."""
     options = dict(CASES[case])
+    on_host = options.get("update") == "host"
+    slow_down(monkeypatch, options.pop("delay_s", 0.0))
     is_half, checkpointed = options.pop("is_half", False), options.pop("checkpointed", False)
     one_step = functools.partial(step, device=device, is_half=is_half)
     model, optimizer = make(device, checkpointed)
@@ -78,7 +91,8 @@ def test_settled_steps_ask_nothing_and_move_what_is_planned(device, asked, case)
     del model, optimizer
     gc.collect()
     model, optimizer = make(device, checkpointed)
-    budget = probe.held_bytes(device) - own_bytes + 2 * own_bytes + 2**21
+    share = 2 if is_half or not on_host else 1
+    budget = probe.held_bytes(device) - own_bytes + share * own_bytes + 2**21
     with contextlib.closing(offload.training(model, optimizer, budget, host="64MiB", **options)) as training:
         pages = training._managed.pages
         losses, moved, num_asked, num_replayed = [], [], [], []
@@ -101,6 +115,22 @@ def test_settled_steps_ask_nothing_and_move_what_is_planned(device, asked, case)
         assert moved[-1][0] - moved[-2][0] == plan.in_bytes(problem) > 0
         assert moved[-1][1] - moved[-2][1] == plan.out_bytes(problem) > 0
         assert pages.replay.num_steps >= 3
-        assert pages.replay.num_left <= 1  # the first plan is made from a step that ended copies at other times
+        # the first plan is made from a step that ended copies at other times; more and more is updated on the host
+        assert pages.replay.num_left <= 1 + 3 * on_host
         assert training._progress.peak_bytes <= pages.course.budget_bytes
-        assert [loss.item() for loss in losses] == plain[: len(losses)]
+        assert (training.statistics().num_host_updates or 0) >= 3 * len(problem.updates) * on_host
+        if on_host:
+            assert [loss.item() for loss in losses] == pytest.approx(plain[: len(losses)], abs=2e-3)
+        else:
+            assert [loss.item() for loss in losses] == plain[: len(losses)]
+
+
+def slow_down(monkeypatch, delay_s):
+    """Let each update on the host take at least that long."""
+    compute = Update.compute
+
+    def late(update):
+        time.sleep(delay_s)
+        compute(update)
+
+    monkeypatch.setattr(Update, "compute", late)

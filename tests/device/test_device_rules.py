@@ -5,6 +5,7 @@ them taken away is a scenario on the simulated device, whose race check needs no
 """
 
 import ast
+import contextlib
 import gc
 import sys
 import warnings
@@ -41,6 +42,7 @@ UNNOTICED = {
         0,
     ): "ends a mini-batch, so that times of its units are told",
     ("tiers/_direct_hop.py", "_move", "synchronize", 0): "GPUDirect Storage is simulated in tests/tiers alone",
+    ("tiers/_host_work.py", "is_done", "is_done", 0): "tells which update comes first",
     ("tiers/_stream_hop.py", "wait_for_a_copy", "synchronize", 0): "saves the host from asking again and again",
 }
 """Places that keep no order, each with what they are for."""
@@ -276,6 +278,33 @@ def train_on_two_streams(room_bytes):
     training.close()
 
 
+def update_on_the_host(tmp_path):
+    """Steps whose gradients the host reads, and whose weights it writes."""
+    tokens = torch.randint(256, (4, 64), generator=torch.Generator().manual_seed(0)).to("sim")
+
+    def losses(number_of_steps, **options):
+        torch.manual_seed(0)
+        model = GPT(num_layers=2, width=64, num_heads=2, context=64).to("sim")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+        found = []
+        with contextlib.ExitStack() as stack:
+            if options:
+                budget = probe.held_bytes("sim") + 2**20
+                training = stack.enter_context(
+                    contextlib.closing(offload.training(model, optimizer, budget, **options))
+                )
+            for _ in range(number_of_steps):
+                with training if options else contextlib.nullcontext():
+                    loss = model(tokens, tokens)
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    found.append(loss.detach())
+        return [loss.item() for loss in found]
+
+    assert losses(6, update="host", host="64MiB") == pytest.approx(losses(6), abs=1e-4)
+
+
 def load_beside_the_step(tmp_path):
     """Mini-batches that are made in advance on a stream of their own, from values that were just made."""
     plain, loader = loader_of("sim")
@@ -334,6 +363,7 @@ SCENARIOS = (
     move_through_the_disk,
     train_with_a_budget,
     train_on_one_and_another_stream,
+    update_on_the_host,
     load_beside_the_step,
     share_memory_between_streams,
     train_a_fleet,

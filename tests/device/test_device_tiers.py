@@ -9,6 +9,7 @@ import torch
 from penstock import probe
 from penstock.devices import backend_of
 from penstock.errors import TierDegradedWarning, TierReadError
+from penstock.host_stepping import HostLane, HostStep
 from penstock.testing import FaultyTier, simulated
 from penstock.tiers import Budget, HandleState, HostTier, ViewLayout, waterfall_for
 
@@ -246,6 +247,41 @@ def test_bytes_that_begin_in_host_memory(device, make_waterfall):
     handle.release()
     assert waterfall.tiers[0].capacity_bytes - waterfall.tiers[0].used_bytes == free_bytes
     assert waterfall.statistics().num_live_handles == 0
+
+
+class Fill(HostStep):
+    """Writes to a handle's bytes in host memory, once nothing reads them."""
+
+    def __init__(self, handle, value):
+        super().__init__()
+        self.handle, self.value, self.settling = handle, value, handle.settling()
+
+    def compute(self):
+        self.settling.wait()
+        assert self.settling.is_done
+        self.handle.host_memory().fill_(self.value)
+
+
+@pytest.mark.parametrize("has_lane_memory", [True, False])
+def test_a_copy_in_waits_for_the_host_and_those_after_it_for_their_turn(device, make_waterfall, has_lane_memory):
+    waterfall = make_waterfall(device, host="16MiB", has_lane_memory=has_lane_memory)
+    storages = [torch.full((2**18,), value, dtype=torch.uint8, device=device).untyped_storage() for value in range(3)]
+    handles = [waterfall.park(storage) for storage in storages]
+    work = Fill(handles[0], 7)
+    for handle, storage in zip(handles, storages, strict=True):
+        handle.let_go()
+        waterfall.give_back(storage)
+        storage.resize_(0)
+    lane = HostLane()
+    thread = threading.Timer(0.05, lane.put, (work,), {"is_first": False})
+    for handle, storage in zip(handles, storages, strict=True):
+        assert handle.prefetch(into=storage, after=work if handle is handles[0] else None)
+    assert not work.is_done
+    thread.start()
+    values = [as_tensor(handle.get(into=storage)) for handle, storage in zip(handles, storages, strict=True)]
+    assert [value.unique().tolist() for value in values] == [[7], [1], [2]]
+    thread.join()
+    lane.close()
 
 
 def as_tensor(storage):

@@ -174,6 +174,7 @@ class Casts:
                 return None
             page.call(f"{name} in {str(tensor.dtype).removeprefix('torch.')}", PageKind.GRADIENT)
             page.wide, gradient.narrow = gradient, Narrow(tensor.detach(), page, dtype)
+            self._pages.course.has_no_bytes(gradient)
             self._pages.let_leave(gradient)
         return wide
 

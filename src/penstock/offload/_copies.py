@@ -200,7 +200,7 @@ class Copies:
             return False
         allow_access(page, storage)
         with no_dispatch():
-            if not page.handle.prefetch(into=storage):
+            if not page.handle.prefetch(into=storage, after=page.on_host):
                 refuse_access(page, storage)
                 return False
         self._is_coming(page)

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Collection, Iterator, Sequence
 
 from penstock.offload._copies import Copies
-from penstock.offload._order import Details, Follower, StepOrder
+from penstock.offload._order import Details, Follower, StepOrder, UpdateOnHost
 from penstock.offload._page import Page, PageKind
 from penstock.offload._ranks import Ranks
 from penstock.offload._register import Register
@@ -124,6 +124,18 @@ class Course:
         if self.is_in_step and details is not None:
             details.died[page.key] = self.position - self._is_noted
 
+    def has_no_bytes(self, page: Page) -> None:
+        """Record that a page that began in this step is a sum of others, and has no bytes."""
+        details = self._follower.now.details
+        if self.is_in_step and details is not None:
+            details.hollow.add(page.key)
+
+    def updated_on_host(self, reads: Sequence[int], writes: Sequence[int], size_bytes: int) -> None:
+        """Record an update on the host, by the keys of the pages that it reads and writes."""
+        details = self._follower.now.details
+        if self.is_in_step and details is not None:
+            details.updates.append(UpdateOnHost(tuple(reads), tuple(writes), size_bytes, self.position))
+
     def follow(self, pages: Sequence[Page], written: Collection[Page], *, is_noted: bool) -> int:
         """Record an operator's pages if it ``is_noted``; return its position in the order that the step follows."""
         self.count += 1
@@ -142,8 +154,8 @@ class Course:
         if details is not None:
             details.writes.append(tuple([page in written for page in pages]))
             for page in pages:
-                if page.narrow is not None and len(page.narrow.parts) == 1:
-                    details.cast_of[page.key] = page.narrow.parts[0][1].key
+                if page.narrow is not None:
+                    details.made_of[page.key] = tuple([part.key for _, part in page.narrow.parts])
         order = self._follower.known
         if order is not self._ranks.order:
             self.ahead = position

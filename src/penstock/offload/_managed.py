@@ -88,7 +88,6 @@ class Managed:
             self.model, self.optimizer, course.budget_bytes, self.pages.copies.waterfall, separable=self._separable
         )
         casts.name, casts.updates_on_host = self.taken.name, update == "host"
-        self.pages.follows_plans = update == "device"  # plans do not know yet what the host works on
         on_host = None
         if update != "device":
             on_host = HostUpdates(self.optimizer, self.pages, casts, last_first=self.updates_in_backward)

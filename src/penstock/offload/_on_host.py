@@ -25,7 +25,6 @@ from penstock.offload._pages import Pages
 from penstock.stepping import State
 from penstock.tiers import Handle
 
-_POLL_S = 1e-4
 _CALL = "training(..., update='device')"
 
 
@@ -41,17 +40,17 @@ class HostUpdates:
         self._last_first = last_first
         self.lane = HostLane()
         self.scratch = Scratch()
-        self._waiting: list[Update] = []
-        """Updates whose copies out are under way."""
         self.failed = False
         """Whether an update began and did not finish."""
+        self.updated_bytes = 0
+        """Bytes of host memory that updates have read and written."""
 
     def begin(self, due: Deferred, *, is_stateless: bool) -> bool:
         """Let all pages of an update leave (weight, gradient, then states), and do the update when they have left.
 
-        Returns whether it will be done here, for which all pages have to fit into host memory. If a copy fails later,
-        ``due`` itself is called. ``is_stateless`` says that an earlier update has left no state; else an empty state
-        means that this would be the first update.
+        Nobody waits for that but the thread that updates. Returns whether it will be done here, for which all pages
+        have to fit into host memory. If a copy fails later, ``due`` itself is called. ``is_stateless`` says that an
+        earlier update has left no state; else an empty state means that this would be the first update.
         """
         if not (due.state or is_stateless) or not _is_plain(due.state, due.pages, due.settings):
             return False
@@ -71,9 +70,11 @@ class HostUpdates:
         if not all(page.handle is not None and page.handle.is_in_memory for page in pages):
             self.casts.forget(due.pages[0])  # there may have been no room for some of them
             return False
-        self._waiting.append(Update(self, due, pages, narrow, twins))
-        self.pages.on_poll = self.poll
-        self.poll()
+        update = Update(self, due, pages, narrow, twins)
+        self.pages.course.updated_on_host([page.key for page in parts], update.written, update.size_bytes)
+        self.lane.put(update, is_first=self._last_first)
+        if self.lane.busy_s:
+            self.pages.replay.host_bytes_per_s = self.updated_bytes / self.lane.busy_s
         return True
 
     def is_faster(self) -> bool | None:
@@ -96,33 +97,8 @@ class HostUpdates:
             return False
         return is_faster(seconds, parameter, state, (out, back))
 
-    def poll(self) -> None:
-        """Put updates whose pages have left into the queue, in order."""
-        while self._waiting and self._waiting[0].is_ready:
-            self.lane.put(self._waiting.pop(0), is_first=self._last_first)
-        if not self._waiting:
-            self.pages.on_poll = None
-
-    def hand_over(self, update: "Update") -> bool:
-        """Wait until all pages of an update have left; return ``False`` if one of them stays on the device."""
-        while update in self._waiting:
-            self.pages.settle(update.pages)
-            self.pages.copies.waterfall.reap()
-            if not update.can_leave:
-                self._waiting.remove(update)
-                return False
-            if update.is_ready:
-                self._waiting.remove(update)
-                self.lane.put(update, is_first=True)
-            else:
-                time.sleep(_POLL_S)
-        self.lane.hurry(update)
-        return True
-
     def close(self) -> None:
-        """Wait for the updates in the queue, drop the others, and end the thread. A later `begin` starts it again."""
-        self._waiting.clear()
-        self.pages.on_poll = None
+        """Wait for the updates in the queue, and end the thread. A later `begin` starts it again."""
         self.failed = False
         self.lane.close()
         self.scratch = Scratch()
@@ -153,6 +129,14 @@ class Update(HostStep):
             (page, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
             for page, tensor in zip(pages, tensors, strict=True)
         ]
+        self.written = [page.key for page in (pages[0], *(twin.page for twin in twins))]
+        """Keys of the pages that come in with new bytes: the weight and its casts."""
+        num_read = sum(page.size_bytes for page in pages) + self._wide.size_bytes * 2 * (narrow is not None)
+        self.size_bytes = num_read + sum(page.size_bytes for page in (pages[0], *pages[1 + len(gradients) :]))
+        """Bytes of host memory that it reads and writes."""
+        self._settling = [_handle(page).settling() for page in pages]
+        self._is_missed = False
+        """Whether a page did not leave, so that it was not done."""
         self._numbers: State = {}
         """Entries of the state that are not pages and that the update changes."""
         for page in self._involved():
@@ -169,22 +153,24 @@ class Update(HostStep):
     @property
     def is_ready(self) -> bool:
         """Whether no copy reads or writes any of its bytes in host memory."""
-        return all(not page.held_bytes() and page.handle is not None and page.handle.is_settled for page in self.pages)
+        return all(settling.is_done for settling in self._settling)
 
-    @property
-    def can_leave(self) -> bool:
-        """Whether each of its pages is in host memory or on its way there."""
-        return all(page.handle is not None and page.handle.is_in_memory for page in self.pages)
+    def get_ready(self) -> None:
+        """Wait until no copy does."""
+        for settling in self._settling:
+            settling.wait()
 
     def finish(self) -> None:
         """Complete the update now, because somebody needs one of its pages."""
-        is_there = self._owner.hand_over(self)
         start_s = time.perf_counter()
-        if is_there:
-            self.wait()
-            self._owner.pages.copies.stall_s += time.perf_counter() - start_s
+        self._owner.lane.hurry(self)
+        self.wait()
+        self._owner.pages.copies.stall_s += time.perf_counter() - start_s
+        is_there = not self._is_missed
         for page in self._involved():
             page.pending = page.on_host = None
+        if is_there and self.error is None:
+            self._owner.pages.outdated(self.pages)
         if self.error is not None:
             self._owner.failed = True
             raise self.error
@@ -197,6 +183,10 @@ class Update(HostStep):
 
     def compute(self) -> None:
         """Update the parameter, and write its casts."""
+        self._is_missed = not all(page.handle is not None and page.handle.is_in_memory for page in self.pages)
+        if self._is_missed:
+            return
+        self._owner.updated_bytes += self.size_bytes
         weight, *values = [host_view(_handle(page), *layout) for page, *layout in self._layouts]
         twins = [values.pop() for _ in range(self._num_twins)]
         gradient, *further = (values.pop(0) for _ in range(self._num_gradients))

@@ -13,6 +13,20 @@ MAX_ORDERS = 8
 """The most kinds of step remembered: with and without an update, first and later micro-batches, evaluation."""
 
 
+@dataclass(frozen=True, slots=True)
+class UpdateOnHost:
+    """An update on the host, as it was recorded."""
+
+    reads: tuple[int, ...]
+    """Keys of the pages that the host reads, and that nobody uses any more: the gradient, or its parts."""
+    writes: tuple[int, ...]
+    """Keys of the pages that it writes and that come in later: the weight and its casts."""
+    size_bytes: int
+    """Bytes of host memory that it reads and writes."""
+    after: int
+    """Position of the last operator before it was asked for."""
+
+
 @dataclass(slots=True, eq=False)
 class Details:
     """More about a step, recorded in the steps that are measured, for a plan of it."""
@@ -23,8 +37,12 @@ class Details:
     """Bytes of the pages that began in this step, by key."""
     died: dict[int, int] = field(default_factory=dict)
     """Keys of pages that died in this step, and the last operator before that; -1 before the first one."""
-    cast_of: dict[int, int] = field(default_factory=dict)
-    """Keys of pages that are emptied without a copy and made again from another page, and that page's key."""
+    made_of: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Keys of pages that are emptied without a copy and made from others when somebody uses them, and their keys."""
+    hollow: set[int] = field(default_factory=set)
+    """Keys of pages that begin without bytes, as sums of others."""
+    updates: list[UpdateOnHost] = field(default_factory=list)
+    """Updates on the host, in the order in which they were asked for."""
     seconds: list[float] = field(default_factory=list)
     """For each operator, the seconds until the next one asked for its pages."""
 

@@ -8,7 +8,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.storages import id_of, is_gone, storage_of
-from penstock.tiers import Handle, HandleState
+from penstock.tiers import Handle, HandleState, HostWork
 
 
 class PageKind(Enum):
@@ -31,11 +31,8 @@ class Scaling(Protocol):
         """Return the factor, for use on the host instead."""
 
 
-class OnHost(Protocol):
+class OnHost(HostWork, Protocol):
     """An update on the host that changes a page's bytes in host memory."""
-
-    @property
-    def is_done(self) -> bool: ...
 
     @property
     def parameter(self) -> torch.Tensor: ...

@@ -20,6 +20,7 @@ import torch
 from torch.utils._mode_utils import no_dispatch
 
 from penstock.devices import Stream, Streams, backend_of
+from penstock.errors import InternalError
 from penstock.offload._copies import Copies
 from penstock.offload._course import Course
 from penstock.offload._guard import allow_access, refuse_access
@@ -53,7 +54,7 @@ class Pages:
         self._streams = backend_of(device).streams
         self._space = PageSpace(self.register, self.copies, self.course, Pace(self._streams))
         self.replay = Replay(self.register, self.copies, self.course, is_one_memory=self._streams is None)
-        self.follows_plans = False
+        self.follows_plans = True
         """Whether steps are planned."""
         self.find = self.register.find
         """Return the page of a storage, by the storage's identity."""
@@ -63,8 +64,6 @@ class Pages:
         self.before_need: Callable[[], None] | None = None
         self.after_need: Callable[[bool], None] | None = None
         """Callbacks of a measurement before and after pages move for an operator (the latter: whether it is noted)."""
-        self.on_poll: Callable[[], None] | None = None
-        """Called with every operator while somebody waits for copies out."""
         self._mover: int | None = None
         """The thread whose operators are copies of pages."""
         self._stream: Stream | None = None
@@ -180,9 +179,6 @@ class Pages:
         for page in pages:
             page.last_use = course.count
             copies.stay(page)
-        if self.on_poll is not None:
-            copies.waterfall.reap()
-            self.on_poll()
         copies.free_dead()
         limit = course.limit(position)
         is_planned = self.replay.is_on and self.replay.need(
@@ -281,10 +277,12 @@ class Pages:
         with self._moving():
             self.copies.leave(page)
 
-    def settle(self, pages: Sequence[Page]) -> None:
-        """Wait until the pages have left or turn out to be unable to."""
+    def outdated(self, pages: Sequence[Page]) -> None:
+        """Empty pages whose bytes below were changed by the host, after their copies out."""
         with self._moving():
-            self._space.settle(pages)
+            for page in pages:
+                if page.is_here and not self.copies.give_back(page):
+                    raise InternalError(f"{page.label} was updated on the host, and did not leave the device")
 
     def flush(self) -> None:
         """Move all pages off the device, except pinned ones."""

@@ -21,7 +21,7 @@ from penstock.offload._step_problem import OrderedProblem, problem_of
 from penstock.state import PlannedStep, Rates, best_plan
 
 _UNKNOWN_BYTES_PER_S = 5e9
-"""The rate of a link on which nothing was copied yet."""
+"""The rate of a link on which nothing was copied yet, and of a host that has updated nothing."""
 
 
 @dataclass(slots=True)
@@ -91,6 +91,8 @@ class Replay:
     def __init__(self, register: Register, copies: Copies, course: Course, *, is_one_memory: bool):
         self._register, self._copies, self._course = register, copies, course
         self._is_one_memory = is_one_memory
+        self.host_bytes_per_s: float | None = None
+        """The rate at which updates on the host read and wrote its memory, beside copies; ``None`` before the first."""
         self._scripts: dict[StepOrder, Script] = {}
         """By order. There is none where no plan keeps the budget."""
         self._planned_for: dict[StepOrder, Sequence[int]] = {}
@@ -165,6 +167,7 @@ class Replay:
             out_bytes_per_s=out_bytes_per_s,
             both_in_bytes_per_s=in_bytes_per_s,
             both_out_bytes_per_s=out_bytes_per_s,
+            host_bytes_per_s=self.host_bytes_per_s or _UNKNOWN_BYTES_PER_S,
         )
 
     # A step

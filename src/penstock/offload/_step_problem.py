@@ -7,11 +7,11 @@ made again from the weight, so its uses after a pause are uses of the weight.
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.offload._order import Details, StepOrder
-from penstock.state import Rates, StateProblem, StepPage
+from penstock.state import HostUpdate, Rates, StateProblem, StepPage
 
 _LONG = 0.25
 """The share of a step above which a page that nobody uses again leaves for good until it dies."""
@@ -41,13 +41,17 @@ def problem_of(order: StepOrder, budget_bytes: int, rates: Rates, *, is_one_memo
         or not len(details.seconds) == len(details.writes) == size == len(order.others_bytes)
     ):
         return None
+    if not _are_plain(order, details):
+        return None
     steps = _Uses(order, details, rates)
     pages, keys = [], []
     dead: dict[int, list[int]] = {}
     pool = _Pool(order.others_bytes)
     for key in sorted({key for needed in order.needs for key in needed} | details.born_bytes.keys()):
-        if key in details.cast_of:
-            steps.add_cast(key, pool)
+        if key in details.made_of:
+            steps.add_made(key, pool)
+            continue
+        if key in details.hollow:
             continue
         page = steps.born(key) if key in order.begun else steps.standing(key)
         if page is None:
@@ -62,6 +66,7 @@ def problem_of(order: StepOrder, budget_bytes: int, rates: Rates, *, is_one_memo
             seconds=tuple(details.seconds),
             pool_bytes=pool.smeared(),
             pages=tuple(pages),
+            updates=tuple(_updates(details, pages, keys, size)),
             budget_bytes=budget_bytes,
             rates=rates,
             is_one_memory=is_one_memory,
@@ -70,6 +75,31 @@ def problem_of(order: StepOrder, budget_bytes: int, rates: Rates, *, is_one_memo
         emptied=steps.emptied,
         dead=dead,
     )
+
+
+def _are_plain(order: StepOrder, details: Details) -> bool:
+    """Whether the host reads only what began in the step, and writes only what stands and what nobody else writes."""
+    read = {key for update in details.updates for key in update.reads}
+    written = {key for update in details.updates for key in update.writes}
+    changed = {
+        key
+        for needed, writes in zip(order.needs, details.writes, strict=True)
+        for key, is_written in zip(needed, writes, strict=True)
+        if is_written
+    }
+    made = details.hollow | details.made_of.keys()
+    return read <= order.begun.keys() - made and not written & (order.begun.keys() | changed)
+
+
+def _updates(details: Details, pages: Sequence[StepPage], keys: Sequence[int], size: int) -> Iterator[HostUpdate]:
+    """Yield the updates on the host. Each begins when the page that it reads has left that is used last."""
+    index_of = {key: index for index, key in enumerate(keys)}
+    for update in details.updates:
+        reads = max((index_of[key] for key in update.reads if key in index_of), key=lambda index: pages[index].uses[-1])
+        size_bytes = update.size_bytes
+        for write in [index_of[key] for key in update.writes if key in index_of] or [-1]:
+            yield HostUpdate(reads=reads, writes=write, size_bytes=size_bytes, after=min(update.after, size - 1))
+            size_bytes = 0  # a further page comes in after the same update
 
 
 class _Pool:
@@ -97,6 +127,8 @@ class _Uses:
         self._size = len(order.needs)
         self._uses: dict[int, dict[int, bool]] = {}
         self._sizes: dict[int, int] = dict(details.born_bytes)
+        self._read_on_host = {key for update in details.updates for key in update.reads}
+        self._written_on_host = {key for update in details.updates for key in update.writes}
         self._passed_s = [0.0]
         self.emptied: dict[int, list[int]] = {}
         for seconds in details.seconds:
@@ -105,7 +137,7 @@ class _Uses:
             for key, size_bytes, is_written in zip(needed, sizes, writes, strict=True):
                 self._sizes[key] = max(size_bytes, self._sizes.get(key, 0))
                 self._use(key, position, is_written=is_written)
-        self._add_uses_of_weights()
+        self._use_what_is_made_of()
 
     def _use(self, key: int, position: int, *, is_written: bool) -> None:
         uses = self._uses.setdefault(key, {})
@@ -120,6 +152,7 @@ class _Uses:
             size_bytes=self._sizes[key],
             uses=positions,
             writes=tuple(uses[position] for position in positions),
+            is_from_host=key in self._written_on_host,
         )
 
     def life(self, key: int) -> tuple[int, int]:
@@ -144,7 +177,8 @@ class _Uses:
         there_and_back_s += 2 * self._rates.copy_s
         pauses = [self._between_s(before[0], after[0]) for before, after in itertools.pairwise(uses)]
         end_s = self._between_s(uses[-1][0], death)
-        leaves = end_s > max(there_and_back_s, _LONG * self._passed_s[-1])
+        is_read = key in self._read_on_host
+        leaves = is_read or end_s > max(there_and_back_s, _LONG * self._passed_s[-1])
         if max(pauses, default=0.0) <= there_and_back_s and not leaves:
             return None
         if not leaves:
@@ -158,22 +192,28 @@ class _Uses:
             leaves=leaves,
         )
 
-    def _add_uses_of_weights(self) -> None:
-        """Count the uses of a cast after a pause as uses of its weight."""
-        for key, weight in self._details.cast_of.items():
-            for first, _ in self._spans_of_cast(key)[1:]:
-                self._use(weight, first, is_written=False)
+    def _use_what_is_made_of(self) -> None:
+        """Count the uses of a cast after a pause as uses of its weight, and those of a sum as uses of its parts."""
+        for key, parts in self._details.made_of.items():
+            for first, _ in self._spans(key)[key not in self._details.hollow :]:
+                for part in parts:
+                    self._use(part, first % self._size, is_written=False)
 
-    def add_cast(self, key: int, pool: _Pool) -> None:
-        """Count a cast with the pool while it is in use, and let it be emptied afterwards."""
-        for number, (first, last) in enumerate(self._spans_of_cast(key)):
-            pool.add(first - (number > 0), last, self._sizes[key])  # it is made again for a view of it, before its use
+    def add_made(self, key: int, pool: _Pool) -> None:
+        """Count what is made of others with the pool while it is in use, and let it be emptied afterwards."""
+        is_hollow = key in self._details.hollow
+        for number, (first, last) in enumerate(self._spans(key)):
+            # it is made again for a view of it, before its use
+            pool.add(first - (is_hollow or number > 0), last, self._sizes[key])
             self.emptied.setdefault((last + 1) % self._size, []).append(key)
 
-    def _spans_of_cast(self, key: int) -> list[tuple[int, int]]:
-        """Return first and last positions of uses without a long pause."""
+    def _spans(self, key: int) -> list[tuple[int, int]]:
+        """Return first and last positions of uses without a long pause. A cast is in use when it begins."""
         birth = max(self._order.begun.get(key, 1) - 1, 0)
-        places = sorted({birth, *(place for place in self._uses.get(key, ()) if place >= birth)})
+        if key in self._details.hollow:
+            places = [place for place, _ in self._in_order(key, birth)]
+        else:
+            places = sorted({birth, *(place for place in self._uses.get(key, ()) if place >= birth)})
         pause_s = self._sizes[key] / self._rates.in_bytes_per_s
         spans = [(places[0], places[0])]
         for place in places[1:]:

@@ -56,6 +56,10 @@ class Updates:
         """Whether it is still to be measured whether the host is faster."""
         self._in_optimizer = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self._is_broken = False
+        self._is_too_large = False
+        """Whether the pages of some update were not all on the device. From there on the host does every update, so
+        that steps are alike.
+        """
         self._stateless: set[int] = set()
         """Parameters without optimizer state."""
         self._small: list[torch.Tensor] = []
@@ -169,9 +173,10 @@ class Updates:
         if (
             self._host is not None
             and not self._is_undecided
-            and not all(page.is_at_hand for page in pages)
+            and (self._is_too_large or not all(page.is_at_hand for page in pages))
             and self._host.begin(update, is_stateless=id(parameter) in self._stateless)
         ):
+            self._is_too_large = True
             return True
         if to_host_alone:
             return False

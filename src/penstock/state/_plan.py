@@ -241,6 +241,7 @@ class StatePlanner:
         outs: list[tuple[int, int, int, int]] = []
         ins: list[tuple[int, int, int, int, int]] = []
         size = self._problem.num_operators
+        written = {update.writes: update for update in self._problem.updates}
         for index, page in enumerate(self._problem.pages):
             is_dirty = _is_dirty(page, self._intervals[index], kept[index])
             for interval in self._intervals[index]:
@@ -252,7 +253,9 @@ class StatePlanner:
             if page.leaves:
                 outs.append((page.uses[-1], page.uses[-1] + size, index, len(page.uses) - 1))
             if page.is_from_host:
-                ins.append((size + page.uses[0], page.uses[-1] + 1, index, -1, 0))
+                update = written[index]  # it is begun then, at the earliest
+                begun = max(page.uses[-1], update.after, self._problem.pages[update.reads].uses[-1])
+                ins.append((size + page.uses[0], begun + 1, index, -1, 0))
         return (
             sorted((after % size, latest - after + after % size, page, use) for after, latest, page, use in outs),
             sorted((to % size, first - to + to % size, page, use, then) for to, first, page, use, then in ins),

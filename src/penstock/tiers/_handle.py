@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.arguments import must_be
+from penstock.tiers._host_work import HostWork, Settling
 from penstock.tiers._record import HandleState, Record
 
 if TYPE_CHECKING:
@@ -75,10 +76,20 @@ class Handle:
 
         Writing to it changes what ``get`` returns (`before_host_write`). It is valid as long as the handle.
         """
+        if not self.is_settled:
+            raise ValueError(f"the handle must be settled and in host memory, got {self!r}")
+        return self.host_memory()
+
+    def host_memory(self) -> torch.Tensor:
+        """Return the same while copies may still touch the bytes (`settling`)."""
         room = self.record.room
-        if room is None or not (self.is_in_memory and self.is_settled):
+        if room is None or not self.is_in_memory:
             raise ValueError(f"the handle must be settled and in host memory, got {self!r}")
         return room.tier.tensor(room.extent)[: self.size_bytes]
+
+    def settling(self) -> Settling:
+        """Return the copies that touch the bytes in host memory now. Any thread may wait for their end."""
+        return self._traffic.settling(self)
 
     def before_host_write(self) -> None:
         """Let ``get`` copy the bytes in even if somebody still holds the storage as it was."""
@@ -106,16 +117,17 @@ class Handle:
         """
         self._traffic.let_go(self)
 
-    def prefetch(self, into: torch.UntypedStorage | None = None) -> bool:
+    def prefetch(self, into: torch.UntypedStorage | None = None, *, after: HostWork | None = None) -> bool:
         """Start the copy back to the device, or keep bytes that are still being copied out.
 
         ``into`` is a storage of 0 bytes, such as the one that was parked. It is resized and filled if the bytes can be
-        read into it directly.
+        read into it directly. The copy begins when ``after`` has ended, which writes to the bytes in host memory; only
+        `get` waits for it.
 
         Returns whether the bytes are on the device or being copied to it. ``False`` means that the device had no memory
         for them; ``get`` will try again.
         """
-        return self._traffic.prefetch(self, _storage_or_none(into))
+        return self._traffic.prefetch(self, _storage_or_none(into), after)
 
     def get(self, into: torch.UntypedStorage | None = None) -> torch.UntypedStorage:
         """Return the storage, byte for byte, after waiting for its copy if needed.

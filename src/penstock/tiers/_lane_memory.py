@@ -13,13 +13,14 @@ from functools import partial
 import torch
 
 from penstock.devices import Stream, StreamEvent, Streams
+from penstock.tiers._host_work import StreamQueue
 
 
 class LaneMemory:
     """The blocks that one lane's stream has allocated and that nobody has given back."""
 
-    def __init__(self, streams: Streams, stream: Stream):
-        self._streams, self._stream = streams, stream
+    def __init__(self, streams: Streams, stream: Stream, queue: StreamQueue):
+        self._streams, self._stream, self._queue = streams, stream, queue
         self._starts: list[int] = []
         """Addresses of the blocks, ascending."""
         self._ends: dict[int, int] = {}
@@ -63,10 +64,13 @@ class LaneMemory:
         if after is None:
             self._wait_for_all()
         else:
-            self._streams.wait(self._stream, after)
+            self._let_wait(after)
 
     def _wait_for_all(self) -> None:
-        self._streams.wait(self._stream, self._streams.record(self._streams.current(), is_timed=False))
+        self._let_wait(self._streams.record(self._streams.current(), is_timed=False))
+
+    def _let_wait(self, event: StreamEvent) -> None:
+        self._queue.put(lambda: self._streams.wait(self._stream, event))
 
     def _within(self, start: int, end: int) -> list[int]:
         """Return the blocks that share an address with a range."""

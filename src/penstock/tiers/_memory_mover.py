@@ -22,6 +22,7 @@ from penstock.links import DEVICE, DISK, Link
 from penstock.tiers._events import EventLog, note_copy
 from penstock.tiers._handle import Handle
 from penstock.tiers._handles import Box, Handles
+from penstock.tiers._host_work import HostWork, Settling
 from penstock.tiers._lane import Lane, LaneJob
 from penstock.tiers._room import Room
 from penstock.tiers._tier import Extent, Piece, Tier
@@ -120,7 +121,11 @@ class MemoryMover:
         want_huge_pages(into)
         return into
 
-    def start_in(self, handle: Handle, storage: torch.UntypedStorage, room: Room) -> None:
+    def start_in(
+        self, handle: Handle, storage: torch.UntypedStorage, room: Room, after: HostWork | None = None
+    ) -> None:
+        if after is not None:
+            after.wait()
         head, tail = room.edges
         address = storage.data_ptr()
         _memory(address, len(head))[:] = head
@@ -130,6 +135,9 @@ class MemoryMover:
             for number, target, piece in room.pieces(address + len(head))
         ]
         self._hop.bring(handle, storage, room.tier, pieces)
+
+    def settling(self, handle: Handle) -> Settling:  # noqa: ARG002
+        return Settling()  # nothing is in host memory, which is the device
 
     def finish_in(self, handle: Handle) -> float:
         job = handle.record.transit

@@ -7,6 +7,7 @@ import torch
 
 from penstock.links import Link
 from penstock.tiers._handle import Handle
+from penstock.tiers._host_work import HostWork, Settling
 from penstock.tiers._room import Room
 from penstock.tiers._tier import Tier
 
@@ -77,8 +78,13 @@ class Mover(Protocol):
     def allocate(self, handle: Handle, into: torch.UntypedStorage | None = None) -> torch.UntypedStorage:
         """Allocate device memory for a copy in. Raises ``RuntimeError`` if there is none."""
 
-    def start_in(self, handle: Handle, storage: torch.UntypedStorage, room: Room) -> None:
-        """Begin the copy into ``storage``. Raises ``RuntimeError`` if it cannot begin."""
+    def start_in(
+        self, handle: Handle, storage: torch.UntypedStorage, room: Room, after: HostWork | None = None
+    ) -> None:
+        """Begin the copy into ``storage`` once ``after`` has ended. Raises ``RuntimeError`` if it cannot begin."""
+
+    def settling(self, handle: Handle) -> Settling:
+        """Return the copies that touch the handle's bytes in host memory now."""
 
     def finish_in(self, handle: Handle) -> float:
         """Make the computation wait for the copy in; return the seconds that it waited."""

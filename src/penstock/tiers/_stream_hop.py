@@ -15,6 +15,7 @@ from penstock.links import DEVICE, HOST, Link
 from penstock.tiers._events import EventLog
 from penstock.tiers._handle import Handle
 from penstock.tiers._handles import Box, Handles
+from penstock.tiers._host_work import HostWork, StreamQueue
 from penstock.tiers._lane import LaneJob
 from penstock.tiers._lane_memory import LaneMemory
 
@@ -137,6 +138,8 @@ class StreamHop:
         self.out = Direction(Link(DEVICE, HOST), "park", streams, out, events, times)
         self.back = Direction(Link(HOST, DEVICE), "fetch", streams, back, events, times)
         self.stalls = Stalls(streams)
+        self.queue = StreamQueue()
+        """What the stream of copies in is given."""
         self._streams = streams
         self._handles = handles
         self._lock = threading.Lock()  # guards the copies in, which lane threads queue too
@@ -172,11 +175,28 @@ class StreamHop:
         transit: Transit,
         source: torch.Tensor,
         on_passed: Callable[[], None] | None = None,
+        *,
+        after: HostWork | None = None,
     ) -> None:
-        """Queue the copy in, after the work that used its memory before and its own copy out.
+        """Queue the copy in, after the work that used its memory before, its own copy out, and work of the host's.
 
         May run on a lane thread.
         """
+
+        def failed(error: RuntimeError) -> None:
+            self._handles.arrived(handle, box, error)  # whoever waits for the bytes gets it
+            transit.note_queued()
+
+        self.queue.put(lambda: self._bring(handle, box, transit, source, on_passed), after, failed)
+
+    def _bring(
+        self,
+        handle: Handle,
+        box: Box,
+        transit: Transit,
+        source: torch.Tensor,
+        on_passed: Callable[[], None] | None,
+    ) -> None:
         stream = self.back.stream
         with self._lock:
             self._streams.wait(stream, transit.ready)
@@ -253,6 +273,7 @@ class StreamHop:
 
     def drain(self) -> None:
         """Block until all copies have finished, and report them."""
+        self.queue.drain()
         for copies in (self._passing, self._leaving, self._arriving):
             for copy in list(copies):
                 self._streams.synchronize(copy.passed)

@@ -31,6 +31,7 @@ from penstock.tiers._events import EventLog
 from penstock.tiers._handle import Handle
 from penstock.tiers._handles import Box, Handles
 from penstock.tiers._host import HostTier
+from penstock.tiers._host_work import HostWork, Settling
 from penstock.tiers._lane import Lane
 from penstock.tiers._lane_memory import LaneMemory
 from penstock.tiers._record import HandleState
@@ -71,8 +72,8 @@ class _NearRoute:
     def send(self, handle: Handle, storage: torch.UntypedStorage, room: Room, transit: Transit) -> None:
         self._copies.send(handle, storage, transit, room.tier.tensor(room.extent))
 
-    def bring(self, handle: Handle, box: Box, room: Room, transit: Transit) -> None:
-        self._copies.bring(handle, box, transit, room.tier.tensor(room.extent))
+    def bring(self, handle: Handle, box: Box, room: Room, transit: Transit, after: HostWork | None = None) -> None:
+        self._copies.bring(handle, box, transit, room.tier.tensor(room.extent), after=after)
 
 
 class StreamMover:
@@ -100,7 +101,7 @@ class StreamMover:
         self.max_in_flight_bytes = max_in_flight_bytes
         self._verify = verify
         self._copies = StreamHop(streams, handles, events)
-        self._memory = LaneMemory(streams, self._copies.back.stream) if has_lane_memory else None
+        self._memory = LaneMemory(streams, self._copies.back.stream, self._copies.queue) if has_lane_memory else None
         self._near = _NearRoute(self._copies)
         self._staged = StagedHop(
             streams,
@@ -217,12 +218,27 @@ class StreamMover:
         self._memory.allocate(handle.size_bytes, into)
         return into
 
-    def start_in(self, handle: Handle, storage: torch.UntypedStorage, room: Room) -> None:
-        transit = handle.record.transit
+    def start_in(
+        self, handle: Handle, storage: torch.UntypedStorage, room: Room, after: HostWork | None = None
+    ) -> None:
+        transit, route = handle.record.transit, self._route(room.tier)
         assert isinstance(transit, Transit)
+        is_near = route is self._near
+        if not is_near:  # a lane's thread will ask the stream of copies in when the memory is free
+            self._copies.queue.drain()
+            if after is not None:
+                after.wait()
         home = self._copies.back.stream if self._is_of_lane(storage) else self._streams.current()
         transit.begin_in(home, self._streams.record(home, is_timed=False))
-        self._route(room.tier).bring(handle, [storage], room, transit)
+        if is_near:
+            self._near.bring(handle, [storage], room, transit, after)
+        else:
+            route.bring(handle, [storage], room, transit)
+
+    def settling(self, handle: Handle) -> Settling:
+        transit = handle.record.transit
+        assert isinstance(transit, Transit)
+        return Settling(self._streams, [event for event in (transit.left, transit.arrived) if event is not None])
 
     def finish_in(self, handle: Handle) -> float:
         transit = handle.record.transit

@@ -16,6 +16,7 @@ from penstock.links import Link
 from penstock.tiers._events import EventLog
 from penstock.tiers._handle import Handle
 from penstock.tiers._handles import Handles
+from penstock.tiers._host_work import HostWork, Settling
 from penstock.tiers._mover import Mover
 from penstock.tiers._record import HandleState
 from penstock.tiers._tier import Tier
@@ -89,7 +90,7 @@ class Traffic:
         self.reap()  # the copy in held it as well; from now on only the caller holds it
         return storage
 
-    def prefetch(self, handle: Handle, into: torch.UntypedStorage | None = None) -> bool:
+    def prefetch(self, handle: Handle, into: torch.UntypedStorage | None = None, after: HostWork | None = None) -> bool:
         """Begin a copy in, or keep bytes that are leaving; return ``False`` if the device has no memory for them."""
         self.refuse_if_gone()
         self._cancel_out(handle)
@@ -99,7 +100,7 @@ class Traffic:
         if record.state is not HandleState.PARKED or record.alive(handle.size_bytes) is not None:
             return record.state is not HandleState.RELEASED
         try:
-            return self._start_in(handle, into)
+            return self._start_in(handle, into, after)
         except RuntimeError:  # out of device memory; get() tries again when more is free, and raises if not
             return False
 
@@ -169,7 +170,11 @@ class Traffic:
             link = Link(link.target, link.source)
         self.events.add(lane="compute", kind="stall", label=str(link), size_bytes=handle.size_bytes, start_s=start_s)
 
-    def _start_in(self, handle: Handle, into: torch.UntypedStorage | None) -> bool:
+    def settling(self, handle: Handle) -> Settling:
+        """Return the copies that touch the handle's bytes in host memory now."""
+        return self._mover.settling(handle)
+
+    def _start_in(self, handle: Handle, into: torch.UntypedStorage | None, after: HostWork | None = None) -> bool:
         """Begin a copy in and return whether it began; it does not if another thread has released the handle."""
         self.note_change(handle.size_bytes)  # before the allocation, so that sums never count it twice
         room = None
@@ -177,7 +182,7 @@ class Traffic:
             storage = self._mover.allocate(handle, into)
             room = self.handles.call(handle, storage)
             if room is not None:
-                self._mover.start_in(handle, storage, room)
+                self._mover.start_in(handle, storage, room, after)
         except BaseException:
             if into is not None:
                 if into.nbytes():
