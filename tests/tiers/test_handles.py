@@ -58,6 +58,8 @@ def test_states_change_in_one_file(file):
 class PaperMover:
     """Moves nothing by itself: a lane's program does, one copy at a time, and every step of it is a point."""
 
+    can_overwrite = False
+
     in_flight_peak_bytes = 0
     holds_handles = False
     max_in_flight_bytes = 2**62
@@ -108,7 +110,7 @@ class PaperMover:
         self.turns.point()
         return torch.UntypedStorage(handle.size_bytes)
 
-    def start_in(self, handle, storage, room):
+    def start_in(self, handle, storage, room, after=None):
         self.turns.point()
         self.arrived.discard(handle)
         self.jobs.append(("in", handle, [storage], room))

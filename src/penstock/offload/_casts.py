@@ -89,7 +89,9 @@ class Casts:
     def _keep(self, weight: Page, page: Page, tensor: torch.Tensor, result: torch.Tensor) -> None:
         key = _key(tensor, result.dtype)
         if key not in self._twins:
-            page.call(f"{weight.label} in {str(result.dtype).removeprefix('torch.')}", PageKind.PARAMETER)
+            self._pages.copies.call(
+                page, f"{weight.label} in {str(result.dtype).removeprefix('torch.')}", PageKind.PARAMETER
+            )
             page.wide = weight
             self._twins[key] = CastTwin(weight, page, result.detach(), weight.num_writes, _layout(tensor))
 
@@ -172,7 +174,7 @@ class Casts:
             gradient = self._pages.find(id_or_zero(wide))
             if gradient is None:
                 return None
-            page.call(f"{name} in {str(tensor.dtype).removeprefix('torch.')}", PageKind.GRADIENT)
+            self._pages.copies.call(page, f"{name} in {str(tensor.dtype).removeprefix('torch.')}", PageKind.GRADIENT)
             page.wide, gradient.narrow = gradient, Narrow(tensor.detach(), page, dtype)
             self._pages.course.has_no_bytes(gradient)
             self._pages.let_leave(gradient)

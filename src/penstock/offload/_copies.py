@@ -79,6 +79,13 @@ class Copies:
         if page.is_clean:
             self._empty(page)
 
+    def call(self, page: Page, name: str, kind: PageKind) -> None:
+        """Give a page another name and kind, once it turns out what it is. It may have left by then."""
+        if page.handle is not None and page.kind is not kind:
+            self.parked_bytes[page.kind] -= page.size_bytes
+            self.parked_bytes[kind] += page.size_bytes
+        page.call(name, kind)
+
     def is_leaving(self, page: Page) -> bool:
         """Return whether a page on the device will be emptied."""
         return page in self._leaving

@@ -52,7 +52,7 @@ class Script:
             self.actions[copy.position].leaving.append(keys[copy.page])
         for position, those in ordered.emptied.items():
             self.actions[position].given_back += those
-        for position, those in ordered.dead.items():
+        for position, those in (*ordered.dead.items(), *ordered.gone.items()):
             self.actions[position].dead += those
         self.start = self._start_set()
         """Keys of the pages that are on the device, or on their way, when a step begins."""

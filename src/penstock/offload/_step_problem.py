@@ -28,7 +28,9 @@ class OrderedProblem:
     emptied: dict[int, list[int]]
     """For each operator, keys of casts that are emptied without a copy before it."""
     dead: dict[int, list[int]]
-    """For each operator, keys of other pages that are usually dead before it."""
+    """For each operator, keys of other pages that are usually dead before it, and that stay until then."""
+    gone: dict[int, list[int]]
+    """For each operator, keys of pages that are usually dead before it, and that left earlier or have no bytes."""
 
 
 def problem_of(order: StepOrder, budget_bytes: int, rates: Rates, *, is_one_memory: bool) -> OrderedProblem | None:
@@ -46,12 +48,14 @@ def problem_of(order: StepOrder, budget_bytes: int, rates: Rates, *, is_one_memo
     steps = _Uses(order, details, rates)
     pages, keys = [], []
     dead: dict[int, list[int]] = {}
+    gone: dict[int, list[int]] = {}
     pool = _Pool(order.others_bytes)
     for key in sorted({key for needed in order.needs for key in needed} | details.born_bytes.keys()):
         if key in details.made_of:
             steps.add_made(key, pool)
             continue
-        if key in details.hollow:
+        if key in details.hollow:  # first, since its parts live as long
+            gone.setdefault((steps.life(key)[1] + 1) % size, []).insert(0, key)
             continue
         page = steps.born(key) if key in order.begun else steps.standing(key)
         if page is None:
@@ -61,6 +65,8 @@ def problem_of(order: StepOrder, budget_bytes: int, rates: Rates, *, is_one_memo
         else:
             pages.append(page)
             keys.append(key)
+            if page.leaves:
+                gone.setdefault((steps.life(key)[1] + 1) % size, []).append(key)
     return OrderedProblem(
         problem=StateProblem(
             seconds=tuple(details.seconds),
@@ -74,6 +80,7 @@ def problem_of(order: StepOrder, budget_bytes: int, rates: Rates, *, is_one_memo
         keys=tuple(keys),
         emptied=steps.emptied,
         dead=dead,
+        gone=gone,
     )
 
 

@@ -40,7 +40,7 @@ class Taken:
                 self._take_over(parameter)
                 self._pages.trim()
             elif page.kind is not PageKind.PARAMETER:
-                page.call(self.name(parameter), PageKind.PARAMETER)
+                self._pages.copies.call(page, self.name(parameter), PageKind.PARAMETER)
             if parameter.requires_grad and id(parameter) not in self._hooked:
                 self._hooked.add(id(parameter))
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self.on_gradient))
@@ -106,7 +106,7 @@ class Taken:
         page = self._pages.find(id_or_zero(tensor))
         if page is not None:
             if page.kind is PageKind.OTHER:
-                page.call(name, kind)
+                self._pages.copies.call(page, name, kind)
             return
         self._pages.claim(id_or_zero(tensor))
         if self._may_move(tensor):
