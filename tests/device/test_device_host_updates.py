@@ -1,6 +1,8 @@
 """Updates on the host: states stay in its memory, and only gradients and weights go down the link."""
 
 import contextlib
+import copy
+import functools
 import gc
 import threading
 
@@ -11,6 +13,8 @@ from test_device_training import make_batch, simple_step
 
 from penstock import offload, probe
 from penstock.host_stepping import HostStep
+from penstock.offload._on_host import HostUpdates
+from penstock.offload._replay import Replay
 from penstock.testing import GPT
 
 NUM_STEPS = 6
@@ -181,16 +185,47 @@ def test_a_checkpoint_in_between_and_a_new_learning_rate(device, make_training, 
     torch.testing.assert_close(torch.tensor(run(model, optimizer, own)), torch.tensor(expected))
 
 
-@pytest.mark.parametrize(("rate", "is_host"), [(1e3, True), (1e15, False)])
-def test_auto_takes_the_host_where_the_link_is_slow(device, make_training, monkeypatch, rate, is_host):
-    model, batch = make_model(device), make_batch(device)
+RATES = {
+    "a slow link": (1e3, 1e15, 1.0),
+    "a fast link and a slow host": (1e15, 1e5, 0.0),
+    "a host as slow as the link": (1e8, 2e8, 0.5),
+    "an optimizer that does not work on the host": (1e3, 0.0, 0.0),
+}
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("rates", RATES)
+def test_auto_takes_what_the_plan_says(prompt_device, make_training, monkeypatch, rates, in_backward):
+    """Most of it where the link is slow, nothing where the host is, late layers first."""
+    link, host, share = RATES[rates]
+    monkeypatch.setattr("penstock.tiers.Waterfall.rates_bytes_per_s", lambda _: (link, link))
+    monkeypatch.setattr(HostUpdates, "tried_bytes_per_s", lambda _: host)
+    monkeypatch.setattr(Replay, "prepare", functools.partialmethod(Replay.prepare, is_waited_for=True))
+    torch.manual_seed(0)
+    plain = GPT(num_layers=6, width=64, num_heads=2, context=64).to(prompt_device)
+    model, batch = copy.deepcopy(plain), make_batch(prompt_device)
+    expected = [bare_step(plain, OPTIMIZERS["adamw"](plain.parameters()), batch).item() for _ in range(1)]
+    del plain
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    own = make_training(model, optimizer, probe.held_bytes(device) + 2**21, update="auto")
-    monkeypatch.setattr("penstock.tiers.Waterfall.rates_bytes_per_s", lambda _: (rate, rate))
-    for _ in range(NUM_STEPS):
+    budget = probe.held_bytes(prompt_device) + 2**21
+    own = make_training(model, optimizer, budget, update="auto", update_in_backward=in_backward)
+    updated, losses = [], []
+    for _ in range(12):
         with own:
-            bare_step(model, optimizer, batch)
-    assert bool(own.statistics().num_host_updates) == is_host
+            losses.append(bare_step(model, optimizer, batch).item())
+        updated.append(own.statistics().num_host_updates)
+    assert losses[0] == expected[0]
+    num_large = len([parameter for parameter in model.parameters() if parameter.nbytes >= 2**14])
+    per_step = updated[-1] - updated[-2]
+    if share == 0.0:
+        assert per_step == 0
+    else:
+        assert per_step >= 0.7 * num_large or share < 1.0
+        assert 0 < per_step <= num_large
+        chosen = own._managed.updates._hosted
+        assert id(model.head.weight) in chosen
+        assert num_large == per_step or id(model.token.weight) not in chosen
+    assert own.statistics().num_planned_steps > 0 or link == 1e3
 
 
 def test_the_cpu_has_no_host_below_it(tmp_path):

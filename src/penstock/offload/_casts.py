@@ -7,7 +7,7 @@ weight itself is not fetched. In the other direction, autograd makes a single-pr
 one. It has no bytes until somebody asks for them; what leaves the device is the half-precision gradient.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,8 +46,8 @@ class Casts:
 
     def __init__(self, pages: Pages, device: torch.device):
         self._pages, self._device = pages, device
-        self.updates_on_host = False
-        """Whether the host updates the weights that are trained."""
+        self.hosted: Collection[int] | None = ()
+        """The identities of the weights that the host updates; ``None`` if it updates all that are trained."""
         self.name: Callable[[torch.Tensor], str] = str
         """A function that returns a parameter's name for messages."""
         self._twins: dict[Key, CastTwin] = {}
@@ -59,7 +59,7 @@ class Casts:
         if len(args) != 1 or dtype is None or not self._is_plain(tensor, options):
             return None
         if tensor.dtype in _HALF:
-            return self._gradient(tensor, dtype) if dtype is torch.float32 and self.updates_on_host else None
+            return self._gradient(tensor, dtype) if dtype is torch.float32 and self.hosted != () else None
         return self._twin(tensor, dtype) if dtype in _HALF and tensor.dtype is torch.float32 else None
 
     def done(self, args: Sequence[Any], result: torch.Tensor, *, was_here: bool) -> None:
@@ -75,7 +75,7 @@ class Casts:
             return
         if result.nbytes != page.size_bytes or torch.is_inference_mode_enabled() or result.dtype not in _HALF:
             return
-        if args[0].requires_grad and not self.updates_on_host:
+        if args[0].requires_grad and not self._is_hosted(weight):
             self._let_be_made_anew(weight, page, args[0], result)
         elif not was_here:
             self._keep(weight, page, args[0], result)
@@ -165,6 +165,8 @@ class Casts:
         page = self._pages.find(id_or_zero(tensor))
         if parameter is None or page is None or not tensor.is_contiguous() or not self._may_add(parameter):
             return None
+        if not self._is_hosted(self._pages.find(id_or_zero(parameter))):
+            return None
         if page.wide is not None and not page.wide.is_dead:
             return None  # it is also the gradient of another parameter
         with self._pages.lock:
@@ -179,6 +181,9 @@ class Casts:
             self._pages.course.has_no_bytes(gradient)
             self._pages.let_leave(gradient)
         return wide
+
+    def _is_hosted(self, weight: Page | None) -> bool:
+        return self.hosted is None or (weight is not None and weight.identity in self.hosted)
 
     def _may_add(self, parameter: torch.Tensor) -> bool:
         """Whether one more gradient can become the parameter's gradient, or join those that are summed later."""

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Collection, Iterator, Sequence
 
 from penstock.offload._copies import Copies
-from penstock.offload._order import Details, Follower, StepOrder, UpdateOnHost
+from penstock.offload._order import Details, Follower, StepOrder, UpdateOnDevice, UpdateOnHost
 from penstock.offload._page import Page, PageKind
 from penstock.offload._ranks import Ranks
 from penstock.offload._register import Register
@@ -129,6 +129,31 @@ class Course:
         details = self._follower.now.details
         if self.is_in_step and details is not None:
             details.hollow.add(page.key)
+
+    def put_off(self, weight: Page) -> None:
+        """Record that the update of a weight may begin from here on, and is put off."""
+        details = self._follower.now.details
+        if self.is_in_step and details is not None:
+            details.put_off[weight.key] = self.position
+
+    def updated_on_device(self, weight: Page, gradient: Page, states: Sequence[Page], first: int) -> None:
+        """Record an update that began at position ``first`` and has just ended."""
+        details = self._follower.now.details
+        if not self.is_in_step or details is None or first > self.position:
+            return
+        written_bytes = weight.size_bytes + sum(state.size_bytes for state in states)
+        details.updates_on_device.append(
+            UpdateOnDevice(
+                weight=weight.key,
+                gradient=gradient.key,
+                states=tuple([state.key for state in states]),
+                weight_bytes=weight.size_bytes,
+                host_bytes=2 * written_bytes + gradient.size_bytes,
+                asked=first - 1,
+                first=first,
+                last=self.position,
+            )
+        )
 
     def updated_on_host(self, reads: Sequence[int], writes: Sequence[int], size_bytes: int) -> None:
         """Record an update on the host, by the keys of the pages that it reads and writes."""

@@ -87,7 +87,7 @@ class Managed:
         refuse_too_much(
             self.model, self.optimizer, course.budget_bytes, self.pages.copies.waterfall, separable=self._separable
         )
-        casts.name, casts.updates_on_host = self.taken.name, update == "host"
+        casts.name, casts.hosted = self.taken.name, None if update == "host" else ()
         on_host = None
         if update != "device":
             on_host = HostUpdates(self.optimizer, self.pages, casts, last_first=self.updates_in_backward)
@@ -96,7 +96,7 @@ class Managed:
             self.pages,
             self.taken,
             on_host,
-            is_measured=update == "auto",
+            is_planned=update == "auto",
             separable=self._separable,
         )
         self._take_over()

@@ -11,7 +11,6 @@ from penstock.host_stepping import (
     HostLane,
     HostStep,
     host_view,
-    is_faster,
     is_here,
     is_large,
     is_number,
@@ -77,25 +76,27 @@ class HostUpdates:
             self.pages.replay.host_bytes_per_s = self.updated_bytes / self.lane.busy_s
         return True
 
-    def is_faster(self) -> bool | None:
-        """Return whether updates here take less time than the link would need for updates on the device.
+    def tried_bytes_per_s(self) -> float | None:
+        """Return the rate at which an update reads and writes host memory, tried on zeros; 0 if it does not work here.
 
-        ``None`` until the link has carried something and the optimizer has states.
+        ``None`` until the optimizer has states.
         """
-        out, back = self.pages.copies.waterfall.rates_bytes_per_s()
-        trained = [tensor for tensor, state in self.optimizer.state.items() if tensor.is_floating_point() and state]
-        if out is None or back is None or not trained:
+        trained = [
+            tensor for tensor, state in list(self.optimizer.state.items()) if tensor.is_floating_point() and state
+        ]
+        if not trained:
             return None
         parameter = min(trained, key=lambda tensor: (tensor.numel() < FEWEST_TRIED, abs(tensor.numel() - FEWEST_TRIED)))
         state = self.optimizer.state[parameter]
         large = [value for value in state.values() if is_large(value)]
         if not _is_plain(state, [None, None, *large], self.optimizer.param_groups):
-            return False
+            return 0.0
         try:
             seconds = seconds_per_element(self.optimizer, parameter, state)
         except Exception:  # an optimizer may raise anything if it does not work here
-            return False
-        return is_faster(seconds, parameter, state, (out, back))
+            return 0.0
+        written: float = parameter.element_size() + sum(value.nbytes for value in large) / parameter.numel()
+        return float(2 * written + parameter.element_size()) / seconds
 
     def close(self) -> None:
         """Wait for the updates in the queue, and end the thread. A later `begin` starts it again."""

@@ -27,6 +27,28 @@ class UpdateOnHost:
     """Position of the last operator before it was asked for."""
 
 
+@dataclass(frozen=True, slots=True)
+class UpdateOnDevice:
+    """An update on the device of pages alone, as it was recorded."""
+
+    weight: int
+    """Key of the weight."""
+    gradient: int
+    """Key of its gradient."""
+    states: tuple[int, ...]
+    """Keys of the optimizer's states."""
+    weight_bytes: int
+    """Bytes of the weight."""
+    host_bytes: int
+    """Bytes of host memory that the host would read and write."""
+    asked: int
+    """Position of the last operator before it, if it was not `Details.put_off`."""
+    first: int
+    """Position of its first operator."""
+    last: int
+    """Position of its last operator."""
+
+
 @dataclass(slots=True, eq=False)
 class Details:
     """More about a step, recorded in the steps that are measured, for a plan of it."""
@@ -43,6 +65,10 @@ class Details:
     """Keys of pages that begin without bytes, as sums of others."""
     updates: list[UpdateOnHost] = field(default_factory=list)
     """Updates on the host, in the order in which they were asked for."""
+    updates_on_device: list[UpdateOnDevice] = field(default_factory=list)
+    """Updates on the device, in their order."""
+    put_off: dict[int, int] = field(default_factory=dict)
+    """Keys of weights whose updates were put off, and the last operator before that."""
     seconds: list[float] = field(default_factory=list)
     """For each operator, the seconds until the next one asked for its pages."""
 

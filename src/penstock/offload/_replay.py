@@ -17,6 +17,7 @@ from penstock.offload._course import Course
 from penstock.offload._order import StepOrder
 from penstock.offload._page import Page
 from penstock.offload._register import Register
+from penstock.offload._split_order import best_split
 from penstock.offload._step_problem import OrderedProblem, problem_of
 from penstock.state import PlannedStep, Rates, best_plan
 
@@ -104,6 +105,10 @@ class Replay:
         """Place of the last operator before which everything was done."""
         self._was_planned = False
         """Whether the step before followed a plan to its end."""
+        self.wants_split = False
+        """Whether the next plan of a step with updates says which of them are the host's."""
+        self.split: frozenset[int] | None = None
+        """Keys of the weights that the host should update, once they are planned."""
         self.num_steps = 0
         """Number of steps that followed a plan from the beginning to the end."""
         self.num_left = 0
@@ -154,6 +159,11 @@ class Replay:
 
     def _plan(self, order: StepOrder, rates: Rates) -> None:
         """Plan a kind of step, in a thread: training goes on meanwhile, and does so also if this fails."""
+        if self.wants_split and order.details is not None and order.details.updates_on_device:
+            self.wants_split = False
+            self.split = best_split(order, self._course.even_bytes, rates)
+            if self.split:
+                return  # the next steps are others
         ordered = problem_of(order, self._course.even_bytes, rates, is_one_memory=self._is_one_memory)
         if ordered is not None:
             with contextlib.suppress(BudgetError):  # the online path may find a way, or says what is missing

@@ -45,7 +45,27 @@ def problem_of(order: StepOrder, budget_bytes: int, rates: Rates, *, is_one_memo
         return None
     if not _are_plain(order, details):
         return None
-    steps = _Uses(order, details, rates)
+    ordered = _problem(order, details, budget_bytes, rates, is_one_memory=is_one_memory, is_scarce=False)
+    if _least_bytes(ordered.problem) > budget_bytes:
+        ordered = _problem(order, details, budget_bytes, rates, is_one_memory=is_one_memory, is_scarce=True)
+    return ordered
+
+
+def _least_bytes(problem: StateProblem) -> int:
+    """Return the bytes that a step takes in which everything leaves that may."""
+    needed = list(problem.taken_bytes)
+    for page in problem.pages:
+        for position in {use % problem.num_operators for use in page.uses}:
+            needed[position] += page.size_bytes
+    return max(needed)
+
+
+def _problem(
+    order: StepOrder, details: Details, budget_bytes: int, rates: Rates, *, is_one_memory: bool, is_scarce: bool
+) -> OrderedProblem:
+    """``is_scarce``: whether something has to leave even if its copies take longer than its pause."""
+    size = len(order.needs)
+    steps = _Uses(order, details, rates, is_scarce=is_scarce)
     pages, keys = [], []
     dead: dict[int, list[int]] = {}
     gone: dict[int, list[int]] = {}
@@ -129,7 +149,8 @@ class _Pool:
 class _Uses:
     """The uses of each page of an order."""
 
-    def __init__(self, order: StepOrder, details: Details, rates: Rates):
+    def __init__(self, order: StepOrder, details: Details, rates: Rates, *, is_scarce: bool):
+        self._is_scarce = is_scarce
         self._order, self._details, self._rates = order, details, rates
         self._size = len(order.needs)
         self._uses: dict[int, dict[int, bool]] = {}
@@ -186,7 +207,7 @@ class _Uses:
         end_s = self._between_s(uses[-1][0], death)
         is_read = key in self._read_on_host
         leaves = is_read or end_s > max(there_and_back_s, _LONG * self._passed_s[-1])
-        if max(pauses, default=0.0) <= there_and_back_s and not leaves:
+        if max(pauses, default=0.0) <= there_and_back_s * (not self._is_scarce) and not leaves:
             return None
         if not leaves:
             uses.append((death + 1, False))  # a view, by which the next operator begins, may come before its death

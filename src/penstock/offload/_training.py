@@ -81,8 +81,8 @@ def training(
             the link, which carries 12 bytes per parameter and step instead of 36 (AdamW, float32, nothing resident).
             Under autocast it carries 6, since weights and gradients travel in half precision, for 2 more bytes of host
             memory. Another processor rounds differently, so that results agree with plain PyTorch within rounding, not
-            bit for bit. ``"auto"``: the host where it is faster, as measured in the first steps. For optimizers of
-            PyTorch's own.
+            bit for bit. ``"auto"``: the host takes as many updates as make the step shortest, as planned from the first
+            steps, in which the device does all. For optimizers of PyTorch's own.
         separable: your word that an optimizer which is not PyTorch's updates each parameter from that parameter, its
             gradient, its state and its group alone, and changes nothing else in ``step``. Then it steps one parameter
             after the other, as PyTorch's own do. The word is tried on small stand-ins.

@@ -17,6 +17,7 @@ from penstock.host_stepping import settings_of
 from penstock.offload._deferred import Deferred, DueState
 from penstock.offload._on_host import HostUpdates, merge
 from penstock.offload._operators import PLAIN, SMALL_BYTES, id_or_zero
+from penstock.offload._page import Page
 from penstock.offload._pages import Pages
 from penstock.offload._past import do_pending
 from penstock.offload._promise import Promise
@@ -42,7 +43,7 @@ class Updates:
         taken: Taken,
         on_host: HostUpdates | None,
         *,
-        is_measured: bool,
+        is_planned: bool,
         separable: bool,
     ):
         self._optimizer, self._pages, self._taken = optimizer, pages, taken
@@ -52,8 +53,10 @@ class Updates:
         """Whether an update may be put off, as nothing else happens in the step."""
         self._host = on_host
         """The updates on the host; ``None`` if the device does all."""
-        self._is_undecided = is_measured
-        """Whether it is still to be measured whether the host is faster."""
+        self._is_planned = is_planned
+        """Whether a plan says which updates are the host's. Until there is one, the device does all."""
+        self._hosted: frozenset[int] = frozenset()
+        """Parameters that the host updates by the plan."""
         self._in_optimizer = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self._is_broken = False
         self._is_too_large = False
@@ -117,12 +120,8 @@ class Updates:
             is_of_this_step = page.on_host is not None and id(page.on_host.parameter) in self._updated
             if page.pending is not None and not is_of_this_step:  # a weight that nobody has used since the last step
                 page.pending()
-        if self._is_undecided and self._host is not None:
-            is_faster = self._host.is_faster()
-            if is_faster is not None:
-                self._is_undecided = False
-                self._host.casts.updates_on_host = is_faster
-                self._host = self._host if is_faster else None
+        if self._is_planned and self._host is not None:
+            self._follow_split(self._host)
         settings = settings_of(self._optimizer)
         self._promise.end(settings)
         is_scaled = (
@@ -141,6 +140,21 @@ class Updates:
         self._update_together(small)
         self._forget_updated()
         return loss
+
+    def _follow_split(self, host: HostUpdates) -> None:
+        """Let the host update what the plan says, from now on."""
+        replay = self._pages.replay
+        if replay.host_bytes_per_s is None:
+            replay.host_bytes_per_s = host.tried_bytes_per_s()
+            replay.wants_split = bool(replay.host_bytes_per_s)
+        if replay.split is None:
+            return
+        split, replay.split = replay.split, None
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        pages = [(parameter, self._pages.find(id_or_zero(parameter))) for parameter in parameters]
+        hosted = [(parameter, page) for parameter, page in pages if page is not None and page.key in split]
+        self._hosted = frozenset([id(parameter) for parameter, _ in hosted])
+        host.casts.hosted = {page.identity for _, page in hosted}
 
     def _forget_updated(self) -> None:
         self._updated.clear()
@@ -172,24 +186,37 @@ class Updates:
         torch.autograd.graph.increment_version(parameter)
         if (
             self._host is not None
-            and not self._is_undecided
-            and (self._is_too_large or not all(page.is_at_hand for page in pages))
+            and self._is_for_host(parameter, pages)
             and self._host.begin(update, is_stateless=id(parameter) in self._stateless)
         ):
-            self._is_too_large = True
             return True
         if to_host_alone:
             return False
+        self._pages.course.put_off(page)
         update.put_off()
         return True
+
+    def _is_for_host(self, parameter: torch.Tensor, pages: Sequence[Page]) -> bool:
+        if self._is_planned:
+            return id(parameter) in self._hosted
+        self._is_too_large = self._is_too_large or not all(page.is_at_hand for page in pages)
+        return self._is_too_large
 
     def _update(
         self, parameter: torch.Tensor, live: State, now: State, settings: list[dict[str, Any]] | None = None
     ) -> None:
         """Do the update. ``live`` is the optimizer's entry, ``now`` what was in it when the step was due."""
-        before = dict(now)
+        before, first = dict(now), self._pages.course.position + 1
+        weight, gradient, *states = [
+            self._pages.find(id_or_zero(tensor))
+            for tensor in (parameter, parameter.grad, *now.values())
+            if isinstance(tensor, torch.Tensor)
+        ]
         with self._at_once(parameter, now):
             (after,) = step_part(self._optimizer, [parameter], {parameter: now}, groups=settings).values()
+        if weight is not None and gradient is not None:
+            large = [page for page in states if page is not None]
+            self._pages.course.updated_on_device(weight, gradient, large, first)
         self._keep(parameter, live, before, after)
 
     def _keep(self, parameter: torch.Tensor, live: State, before: State, after: State) -> None:

@@ -173,7 +173,7 @@ class PageWatch:
             shortcut = self.casts.given(args, kwargs)
             if shortcut is not None:
                 return shortcut
-        if func is ADD and self.casts.updates_on_host:
+        if func is ADD and self.casts.hosted != ():
             shortcut = self.casts.added(args, kwargs)
             if shortcut is not None:
                 return shortcut
