@@ -230,11 +230,17 @@ def is_faster(seconds: float, parameter: torch.Tensor, state: State, rates: tupl
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return copies of the settings of the optimizer's groups as they are now, with their own lists of parameters."""
-    return [
-        {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
-        | {"params": list(group["params"])}
-        for group in optimizer.param_groups
-    ]
+    return [settings_of_group(group, group["params"]) for group in optimizer.param_groups]
+
+
+def settings_of_group(group: Mapping[str, Any], parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Return a copy of the settings of an optimizer's group as they are now, for some of its parameters."""
+    settings = {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }
+    return settings | {"params": list(parameters)}
 
 
 def may_step(optimizer: torch.optim.Optimizer) -> bool:

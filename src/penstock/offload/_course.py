@@ -37,6 +37,8 @@ class Course:
         self._follower = Follower()
         self._ranks = Ranks()
         self._unmeasured_bytes = 0
+        self._num_without_pages = 0
+        """Number of whole steps that used no page at all."""
         self._growth = 1.0
         """The most that a page has grown since the order that the step follows was measured, as a factor."""
         self._num_begun = 0
@@ -52,7 +54,8 @@ class Course:
     def wants_measure(self) -> bool:
         """Whether the bytes outside of pages in the next step are still unknown."""
         expected = self._follower.expected
-        return expected is None or expected.num_measured < _NUM_MEASURED
+        num_measured = self._num_without_pages if expected is None else expected.num_measured
+        return num_measured < _NUM_MEASURED
 
     @property
     def is_measured(self) -> bool:
@@ -93,6 +96,7 @@ class Course:
         self.is_in_step = False
         order = self._follower.end(list(others_bytes)) if is_whole else None
         self._follower.known = None
+        self._num_without_pages += is_whole and order is None
         if order is not None and others_bytes:
             self._unmeasured_bytes = max(self._unmeasured_bytes, *others_bytes)
             order.refuse_small(self.budget_bytes, self._register.label)

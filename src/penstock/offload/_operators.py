@@ -68,9 +68,8 @@ def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     return ()
 
 
-def touches(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], find: Find) -> Touched:
+def touches(effect: Effect, args: Sequence[Any], kwargs: Mapping[str, Any], find: Find) -> Touched:
     """Return the pages of an operator's arguments, each once, in their order."""
-    effect = effect_of(func)
     if effect.is_alias:
         return _NOTHING
     pages: dict[Page, None] = {}

@@ -8,12 +8,13 @@ own ``step``, whole, at its time, on pages that are fetched as it reads them (`p
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._mode_utils import no_dispatch
 
-from penstock.host_stepping import settings_of
+from penstock.host_stepping import settings_of, settings_of_group
 from penstock.offload._deferred import Deferred, DueState
 from penstock.offload._on_host import HostUpdates, merge
 from penstock.offload._operators import PLAIN, SMALL_BYTES, id_or_zero
@@ -22,7 +23,7 @@ from penstock.offload._pages import Pages
 from penstock.offload._past import do_pending
 from penstock.offload._promise import Promise
 from penstock.offload._taken import Taken
-from penstock.stepping import State, own_class, step_part, why_whole
+from penstock.stepping import State, own_class, step_part, tensors_in, why_whole
 
 _SMALL_SHARE = 256
 """Divisor of the budget that gives how many bytes of small parameters are updated together."""
@@ -57,8 +58,10 @@ class Updates:
         """Whether a plan says which updates are the host's. Until there is one, the device does all."""
         self._hosted: frozenset[int] = frozenset()
         """Parameters that the host updates by the plan."""
-        self._in_optimizer = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self._group_of = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
         self._is_broken = False
+        self._parked_bytes: tuple[int, ...] = ()
+        """Bytes copied out before the last few steps. Where nothing leaves, nothing is put off."""
         self._is_too_large = False
         """Whether the pages of some update were not all on the device. From there on the host does every update, so
         that steps are alike.
@@ -127,15 +130,18 @@ class Updates:
         is_scaled = (
             getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
         )
+        self._parked_bytes = (*self._parked_bytes[-2:], sum(self._pages.copies.parked_bytes.values()))
+        are_at_rest = len(self._parked_bytes) == 3 and self._parked_bytes[0] == self._parked_bytes[-1]
         small: list[torch.Tensor] = []
         waiting = set(map(id, self._small))  # if an error has kept the end of backward from updating them
-        for group in optimizer.param_groups:
+        for group, own in zip(optimizer.param_groups, settings, strict=True):
             for parameter in group["params"]:
+                self._group_of[id(parameter)] = group
                 if parameter.grad is None or id(parameter) in self._updated - waiting:
                     continue
-                if not is_scaled and self._is_small(parameter):
+                if not is_scaled and (self._is_small(parameter) or (are_at_rest and self._is_at_hand(parameter))):
                     small.append(parameter)
-                elif is_scaled or not self._defer(parameter, settings):
+                elif is_scaled or not self._defer(parameter, {**own, "params": [parameter]}):
                     self._update_now(parameter)
         self._update_together(small)
         self._forget_updated()
@@ -161,7 +167,7 @@ class Updates:
         self._small.clear()
         self._promise.forget()
 
-    def _defer(self, parameter: torch.Tensor, settings: list[dict[str, Any]], *, to_host_alone: bool = False) -> bool:
+    def _defer(self, parameter: torch.Tensor, settings: dict[str, Any], *, to_host_alone: bool = False) -> bool:
         """Put off the update until somebody uses the weight, its gradient or its state, since forward fetches it
         anyway.
 
@@ -181,7 +187,7 @@ class Updates:
             return False
         due = self._pages.register.due
         update = Deferred(
-            self._update, self._note_broken, parameter, gradient, state, settings, pages, due, self._pages.allow
+            self._update, self._note_broken, parameter, gradient, state, [settings], pages, due, self._pages.allow
         )
         torch.autograd.graph.increment_version(parameter)
         if (
@@ -202,9 +208,7 @@ class Updates:
         self._is_too_large = self._is_too_large or not all(page.is_at_hand for page in pages)
         return self._is_too_large
 
-    def _update(
-        self, parameter: torch.Tensor, live: State, now: State, settings: list[dict[str, Any]] | None = None
-    ) -> None:
+    def _update(self, parameter: torch.Tensor, live: State, now: State, settings: Sequence[Mapping[str, Any]]) -> None:
         """Do the update. ``live`` is the optimizer's entry, ``now`` what was in it when the step was due."""
         before, first = dict(now), self._pages.course.position + 1
         weight, gradient, *states = [
@@ -226,7 +230,8 @@ class Updates:
         merge(live, before, after)
         if isinstance(live, DueState):
             live = self._optimizer.state[parameter] = dict(live)
-        self._taken.state(parameter, live)
+        if any(before.get(field) is not value for field, value in after.items()):
+            self._taken.state(parameter, live)
         if not live:
             self._stateless.add(id(parameter))
             del self._optimizer.state[parameter]
@@ -258,8 +263,16 @@ class Updates:
         tensors = [parameter, parameter.grad, *(value for value in state.values() if isinstance(value, torch.Tensor))]
         return all(self._pages.find(id_or_zero(tensor)) is None for tensor in tensors)
 
+    def _is_at_hand(self, parameter: torch.Tensor) -> bool:
+        """Whether all pages of its update are on the device, with nothing due, and it is not its first one."""
+        state = self._optimizer.state[parameter]  # in the order of parameters, as in any step
+        tensors = [parameter, parameter.grad, *tensors_in(state)]
+        pages = [self._pages.find(id_or_zero(tensor)) for tensor in tensors if isinstance(tensor, torch.Tensor)]
+        are_here = all(page is None or (page.is_here and page.pending is page.scaling is None) for page in pages)
+        return are_here and bool(state) and self._may_defer
+
     def _update_together(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Update small parameters, as many at a time as operators on lists take."""
+        """Update parameters that are on the device, as many at a time as operators on lists take."""
         most_bytes, part, part_bytes = self._pages.course.budget_bytes // _SMALL_SHARE, list[torch.Tensor](), 0
         for parameter in parameters:
             part.append(parameter)
@@ -268,17 +281,33 @@ class Updates:
                 live = {parameter: self._optimizer.state[parameter] for parameter in part}
                 now = {parameter: dict(state) for parameter, state in live.items()}
                 before = {parameter: dict(state) for parameter, state in live.items()}
-                for updated, after in step_part(self._optimizer, part, now).items():
+                with self._quietly([tensor for own in part for tensor in (own, own.grad, *tensors_in(now[own]))]):
+                    stepped = step_part(self._optimizer, part, now)
+                for updated, after in stepped.items():
                     self._keep(updated, live[updated], before[updated], after)
                 part, part_bytes = [], 0
 
+    @contextlib.contextmanager
+    def _quietly(self, tensors: Sequence[torch.Tensor | None]) -> Iterator[None]:
+        """Run operators on tensors that are on the device, and that make nothing large, without looking at each."""
+        pages = [self._pages.find(id_or_zero(tensor)) for tensor in tensors if tensor is not None]
+        known = list(dict.fromkeys(page for page in pages if page is not None))
+        are_plain = all(tensor is None or type(tensor) in PLAIN for tensor in tensors)
+        if known:
+            with self._pages.quietly(known, known, are_plain=are_plain):
+                yield
+        else:
+            with no_dispatch() if are_plain else contextlib.nullcontext():
+                yield
+
     def _update_now(self, parameter: torch.Tensor) -> None:
         state = self._optimizer.state[parameter]
-        self._update(parameter, state, dict(state))
+        self._update(parameter, state, dict(state), [{**self._group_of[id(parameter)], "params": [parameter]}])
 
     def in_backward(self, parameter: torch.Tensor) -> None:
         """Update a parameter whose gradient is complete, as the user has promised, and which nobody looks at."""
-        if id(parameter) not in self._in_optimizer:
+        group = self._group_of.get(id(parameter))
+        if group is None:
             return
         if id(parameter) in self._updated:
             raise RuntimeError(
@@ -297,7 +326,7 @@ class Updates:
             return
         if self._host is not None:
             self._taken.gradient(parameter)
-        if self._host is None or not self._defer(parameter, settings_of(self._optimizer), to_host_alone=True):
+        if self._host is None or not self._defer(parameter, settings_of_group(group, [parameter]), to_host_alone=True):
             with torch.no_grad():
                 self._update_now(parameter)
         parameter.grad = self._promise.stand_in(parameter)

@@ -15,11 +15,20 @@ from penstock.errors import ForkedProcessError
 from penstock.forks import renewed_in_child
 from penstock.offload._casts import ADD, CAST, Casts
 from penstock.offload._norms import NORMS, Norms
-from penstock.offload._operators import Touched, id_or_zero, in_parts, new_storages, parts_of_sparse, touches
+from penstock.offload._operators import (
+    PLAIN,
+    SMALL_BYTES,
+    Touched,
+    id_or_zero,
+    in_parts,
+    new_storages,
+    parts_of_sparse,
+    touches,
+)
 from penstock.offload._page import Page, PageKind
 from penstock.offload._pages import Pages
 from penstock.offload._past import begin_watching, do_pending, end_watching
-from penstock.state import effect_of
+from penstock.state import Effect, effect_of
 from penstock.storages import has_bytes
 
 _PART_BYTES = 8 * 2**20
@@ -112,6 +121,8 @@ class PageWatch:
         """Whether this is the copy in a forked process, where the pages are not."""
         self._all.add(self)
         self._num_compiled = 0
+        self._plain_types: set[tuple[type, ...]] = set()
+        """Classes of arguments, as PyTorch gives them, of which it is known that none is a wrapper."""
         self.adopts_results = True
         """Whether results of operators become pages."""
         self.norms = Norms(pages)
@@ -159,15 +170,16 @@ class PageWatch:
         pages = self._pages
         if pages is None or self._is_copy:
             if self._is_copy:
-                touches(func, args, kwargs, self._refuse_elsewhere)
+                touches(effect_of(func), args, kwargs, self._refuse_elsewhere)
             return func(*args, **kwargs)
         if pages.is_moving:
             return func(*args, **kwargs)
-        if types and any(kind.__torch_dispatch__ is not _COMES_HERE for kind in types):
+        if types and types not in self._plain_types and not self._are_plain(types):
             if any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING):
                 return func(*args, **kwargs)  # compiling: its own mode comes next
             return NotImplemented  # a wrapper tensor; the operators on its parts come here
-        if effect_of(func).is_alias:
+        effect = effect_of(func)
+        if effect.is_alias:
             return func(*args, **kwargs)
         if func is CAST:
             shortcut = self.casts.given(args, kwargs)
@@ -178,12 +190,17 @@ class PageWatch:
             if shortcut is not None:
                 return shortcut
         num_changes = pages.register.num_changes
-        touched = touches(func, args, kwargs, pages.find)
+        touched = touches(effect, args, kwargs, pages.find)
+        if not touched.pages:
+            result = func(*args, **kwargs)
+            if type(result) is torch.Tensor and result.layout is torch.strided and result.nbytes < SMALL_BYTES:
+                return result  # as most of such operators
+            return self._made_of_no_page(pages, func, effect, args, kwargs, result)
         is_ready = is_here = True
         for page in touched.pages:
             is_here = is_here and page.is_here
             is_ready = is_ready and page.pending is None and page.scaling is None
-        if pages.before_use is not None and touched.pages:
+        if pages.before_use is not None:
             pages.before_use(touched.pages)
         if touched.is_view and is_here and is_ready:
             return func(*args, **kwargs)  # this is half of all operators
@@ -201,6 +218,29 @@ class PageWatch:
         if func is CAST:
             self.casts.done(args, result, was_here=is_here)
         return result
+
+    # any: as above
+    def _made_of_no_page(
+        self, pages: Pages, func: Any, effect: Effect, args: Sequence[Any], kwargs: Any, result: Any
+    ) -> Any:
+        """Return the result of an operator that works on no page. What it makes may become one."""
+        if not isinstance(result, torch.Tensor) or result.layout is not torch.strided:
+            self._let_go_of_sparse(pages, result)
+        if effect.makes_new and not self._num_compiled:
+            self._adopt(pages, func, new_storages(func, args, kwargs, result))
+        return result
+
+    def _are_plain(self, types: tuple[type, ...]) -> bool:
+        are_plain = all(kind.__torch_dispatch__ is _COMES_HERE for kind in types)  # type: ignore[attr-defined]
+        if are_plain and all(kind in PLAIN for kind in types):  # others may come and go
+            self._plain_types.add(types)
+        return are_plain
+
+    def _let_go_of_sparse(self, pages: Pages, result: Any) -> None:
+        for part in parts_of_sparse(result):  # operators on a sparse tensor do not name its parts
+            page = pages.find(id_or_zero(part))
+            if page is not None:
+                pages.let_go(page)
 
     def _parts(self, pages: Pages, func: Any, args: Sequence[Any], kwargs: Any) -> list[Any] | None:
         """Run an operator on lists, on some of the entries at a time."""
@@ -280,7 +320,7 @@ class PageWatch:
         """
         with pages.lock:
             if touched is None or pages.register.num_changes != num_changes:
-                touched = touches(func, args, kwargs, pages.find)
+                touched = touches(effect_of(func), args, kwargs, pages.find)
             if touched.pages:
                 pages.need(
                     touched.pages,
@@ -292,10 +332,7 @@ class PageWatch:
                     for page in touched.pages:
                         pages.let_go(page)
             result = func(*args, **kwargs)
-            for part in parts_of_sparse(result):  # operators on a sparse tensor do not name its parts
-                of_part = pages.find(id_or_zero(part))
-                if of_part is not None:
-                    pages.let_go(of_part)
+            self._let_go_of_sparse(pages, result)
             if not self._num_compiled:  # kernels of a compiled graph read by address
                 self._adopt(pages, func, new_storages(func, args, kwargs, result))
             return result
