@@ -259,6 +259,7 @@ UNCALLED |= {
     "tiers.MAX_IN_FLIGHT_BYTES": "a number",
     "tiers.DiskSpec": "a type",
     "tiers.Generators": "what a user's own class is like",
+    "tiers.HostWork": "what a step on the host is like",
     "tiers.Tier": "abstract; DiskTier and HostTier stand for it",
     "tiers.gate": "the one Gate of the process; tiers.Gate stands for it",
 }

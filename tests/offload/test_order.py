@@ -143,3 +143,20 @@ def test_the_next_uses_of_an_operators_pages_follow_what_is_known():
     seen = order_of([(1, 2), (2,), (1,)], {1: 2})  # now another page has the first key from the third operator on
     order.measured([0] * 3, seen)
     assert order.next_uses(0) == (math.inf, 1)
+
+
+@pytest.mark.parametrize("turn", ["ab", "aaab", "abac", "aabbbc", "abaacd"])
+def test_kinds_that_come_in_turns_are_expected(turn):
+    follower, needs = Follower(), {"a": [(1,), (2,)], "b": [(1,), (3,)], "c": [(1,)], "d": [(2,)]}
+    missed = []
+    for number in range(6 * len(turn)):
+        kind = turn[number % len(turn)]
+        follower.begin()
+        expected = follower.known
+        for keys in needs[kind]:
+            follower.follow(keys, (100,) * len(keys))
+        order = follower.end([0] * len(needs[kind]))
+        missed += [number] * (expected is not order)
+    assert all(number < 2 * len(turn) for number in missed)
+    assert follower.expected.needs == needs[turn[0]]
+    assert follower.expected.then.needs == needs[turn[1]]

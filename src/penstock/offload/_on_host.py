@@ -106,7 +106,7 @@ class HostUpdates:
 
 
 class Update(HostStep):
-    """The update of one parameter in host memory."""
+    """The update of one parameter in host memory. It is wide because it keeps all that has to be as it was then."""
 
     def __init__(
         self, owner: HostUpdates, due: Deferred, pages: list[Page], narrow: Narrow | None, twins: Sequence[CastTwin]

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from penstock.errors import BudgetError
 from penstock.units import format_bytes
 
+_NUM_PAST = 32
+"""Steps that are remembered, to tell which kind comes next: two turns of sixteen micro-batches."""
 MAX_ORDERS = 8
 """The most kinds of step remembered: with and without an update, first and later micro-batches, evaluation."""
 
@@ -196,18 +198,28 @@ class Follower:
         self.now = StepOrder()
         self.known: StepOrder | None = None
         """The order that the step has followed so far; ``None`` if there is none."""
-        self.last: StepOrder | None = None
+        self._past: list[StepOrder] = []
+        """The orders of the last steps, the latest one last."""
+        self.expected: StepOrder | None = None
+        """The order of the next step, as far as is known."""
+
+    @property
+    def last(self) -> StepOrder | None:
         """The order of the step that ended last."""
+        return self._past[-1] if self._past else None
 
     def begin(self) -> None:
-        """Begin a step, and expect the kind that most recently followed the last step's kind."""
+        """Begin a step, and expect the kind that came next when steps like the last ones came before."""
         self.now = StepOrder()
         self.known = self.expected
 
-    @property
-    def expected(self) -> StepOrder | None:
-        """The order of the next step, as far as is known."""
-        return self.last and (self.last.then or self.last)
+    def _after(self, past: list[StepOrder]) -> StepOrder:
+        """Return what came next when the most of the last steps were as they are now: micro-batches come in turns."""
+        for length in range(len(past) - 1, 0, -1):
+            for start in range(len(past) - length - 1, -1, -1):
+                if past[start : start + length] == past[-length:] and past[start + length] in self.orders:
+                    return past[start + length]
+        return past[-1]
 
     def follow(self, keys: tuple[int, ...], sizes: tuple[int, ...]) -> int:
         """Add an operator; return its position in the order."""
@@ -230,5 +242,7 @@ class Follower:
         self.orders = [*self.orders, order][-MAX_ORDERS:]
         if self.last is not None:
             self.last.precede(order)
-        self.last = order
+        self._past = [*self._past, order][-_NUM_PAST:]
+        self.expected = self._after(self._past)
+        self.expected.precede(self._after([*self._past, self.expected]))
         return order

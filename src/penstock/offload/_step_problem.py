@@ -114,8 +114,8 @@ def _are_plain(order: StepOrder, details: Details) -> bool:
         for key, is_written in zip(needed, writes, strict=True)
         if is_written
     }
-    made = details.hollow | details.made_of.keys()
-    return read <= order.begun.keys() - made and not written & (order.begun.keys() | changed)
+    put_together = details.hollow | details.made_of.keys()
+    return read <= order.begun.keys() - put_together and not written & (order.begun.keys() | changed)
 
 
 def _updates(details: Details, pages: Sequence[StepPage], keys: Sequence[int], size: int) -> Iterator[HostUpdate]:

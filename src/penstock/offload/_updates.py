@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._mode_utils import no_dispatch
 
 from penstock.host_stepping import settings_of, settings_of_group
 from penstock.offload._deferred import Deferred, DueState
@@ -293,12 +292,8 @@ class Updates:
         pages = [self._pages.find(id_or_zero(tensor)) for tensor in tensors if tensor is not None]
         known = list(dict.fromkeys(page for page in pages if page is not None))
         are_plain = all(tensor is None or type(tensor) in PLAIN for tensor in tensors)
-        if known:
-            with self._pages.quietly(known, known, are_plain=are_plain):
-                yield
-        else:
-            with no_dispatch() if are_plain else contextlib.nullcontext():
-                yield
+        with self._pages.quietly(known, known, are_plain=are_plain):
+            yield
 
     def _update_now(self, parameter: torch.Tensor) -> None:
         state = self._optimizer.state[parameter]

@@ -21,8 +21,7 @@ tensor(999999)
 - `Tier`: `HostTier` (pinned slabs) and `DiskTier` (unnamed files, direct I/O). `Extent` and `Piece` are space in a
   tier.
 - `Waterfall`, `Handle`, `HandleState`: parking and fetching. `waterfall_for` serves one device, `waterfalls_for`
-  several. `IN_FLIGHT_S`: for how many seconds of copying out a link may be busy.
-- `HostWork`: what a copy in may wait for. `Settling`: copies whose end any thread may wait for.
+  several. `IN_FLIGHT_S`: for how many seconds of copying out a link may be busy. `HostWork`: a copy in may wait for it.
 - `ViewLayout`: all of a tensor except its storage. `version_of`, `check_version`: check for changes in place.
 - `Event`, `EventLog`, `write_trace`: copies and stalls with their times, and their export as a Perfetto trace.
 - `trim_freed_memory`, `HeapKeeper`: return main memory that malloc keeps to the system, once or whenever it has grown.
@@ -56,7 +55,6 @@ from penstock.tiers._generators import set_generator_state as set_generator_stat
 from penstock.tiers._handle import Handle as Handle
 from penstock.tiers._host import HostTier as HostTier
 from penstock.tiers._host_work import HostWork as HostWork
-from penstock.tiers._host_work import Settling as Settling
 from penstock.tiers._layout import ViewLayout as ViewLayout
 from penstock.tiers._malloc import HeapKeeper as HeapKeeper
 from penstock.tiers._malloc import trim_freed_memory as trim_freed_memory

@@ -47,7 +47,7 @@ class Settling:
 
 
 class StreamQueue:
-    """What one stream is given, in order. From the first entry that the host's work holds back, all of it waits."""
+    """Work for one stream, in order. From the first entry that the host's work holds back, all of it waits."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition(threading.RLock())

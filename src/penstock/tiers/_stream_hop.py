@@ -139,7 +139,7 @@ class StreamHop:
         self.back = Direction(Link(HOST, DEVICE), "fetch", streams, back, events, times)
         self.stalls = Stalls(streams)
         self.queue = StreamQueue()
-        """What the stream of copies in is given."""
+        """The work for the stream of copies in."""
         self._streams = streams
         self._handles = handles
         self._lock = threading.Lock()  # guards the copies in, which lane threads queue too
