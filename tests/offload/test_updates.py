@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 from collections import defaultdict
 
 import pytest
@@ -310,6 +311,17 @@ def groups_that_change_after_the_step(model, optimizer, context):
     return losses
 
 
+def groups_that_are_loaded_with_another_rate(model, optimizer, context):
+    losses = []
+    for number, tokens in enumerate(batches(4)):
+        with context:
+            losses.append(simple_step(model, optimizer, tokens))
+        state = optimizer.state_dict()
+        state["param_groups"][0]["lr"] = 0.01 * (number + 1)
+        optimizer.load_state_dict(state)
+    return losses
+
+
 def clipping_twice_and_going_on(model, optimizer, context):
     norms = []
     for tokens in batches(4):
@@ -349,6 +361,7 @@ LOOPS = [
     gradients_of_one_storage,
     a_state_that_is_thrown_away,
     a_state_that_is_loaded,
+    groups_that_are_loaded_with_another_rate,
     averages_in_place_of_weights,
     groups_that_change_after_the_step,
     clipping_twice_and_going_on,
@@ -357,10 +370,32 @@ LOOPS = [
 ]
 
 
+@pytest.mark.parametrize("size_mib", [8, 1024], ids=["small", "all fits"])
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-def test_updates_that_wait_are_those_of_their_step(make_training, loop):
+def test_updates_that_wait_are_those_of_their_step(make_training, loop, size_mib):
     torch.manual_seed(0)
-    assert_same_loop(make_training, Transformer(num_blocks=2), loop)
+    assert_same_loop(make_training, Transformer(num_blocks=2), loop, size_mib=size_mib)
+
+
+@pytest.mark.parametrize("loop", [groups_that_are_loaded_with_another_rate, groups_that_change_after_the_step])
+def test_groups_are_as_they_are_when_backward_comes(make_training, loop):
+    torch.manual_seed(0)
+    made_in_backward = functools.partial(make_training, update_in_backward=True)
+    assert_same_loop(made_in_backward, Transformer(num_blocks=2), loop)
+
+
+def test_updates_are_done_together_where_nothing_leaves(make_training):
+    """As in plain PyTorch, one call for many parameters, so that nobody looks at each operator."""
+    model = Transformer(num_blocks=2)
+    optimizer = OPTIMIZERS["adamw"](model)
+    ours = make_training(model, optimizer, "1GiB")
+    num_operators = []
+    for tokens in batches(4) * 2:
+        with ours:
+            simple_step(model, optimizer, tokens)
+        num_operators.append(len(ours._managed.pages.course.last.needs))
+    assert num_operators[-1] < 0.8 * num_operators[1]
+    assert ours.statistics().step_parked_bytes == 0
 
 
 def test_a_weight_that_was_updated_cannot_be_used_by_an_older_graph(make_training):

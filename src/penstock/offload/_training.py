@@ -214,6 +214,7 @@ class Training:
         self._pages.begin_step()
         self._managed.watch.norms.begin_step()
         self._managed.watch.casts.begin_step()
+        self._managed.updates.begin_step()
         num_steps = self._progress.num_steps
         self._is_known = not self._pages.course.wants_measure
         looks_again = self._num_over == 1 or (num_steps > 1 and not num_steps & (num_steps - 1))  # 2, 4, 8, ...

@@ -57,7 +57,8 @@ class Updates:
         """Whether a plan says which updates are the host's. Until there is one, the device does all."""
         self._hosted: frozenset[int] = frozenset()
         """Parameters that the host updates by the plan."""
-        self._group_of = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+        self._group_of: dict[int, dict[str, Any]] = {}
+        """Each parameter's group when the step began."""
         self._is_broken = False
         self._parked_bytes: tuple[int, ...] = ()
         """Bytes copied out before the last few steps. Where nothing leaves, nothing is put off."""
@@ -72,6 +73,11 @@ class Updates:
         self._updated: set[int] = set()
         """Parameters that this backward has updated."""
         self._promise = Promise(pages)
+
+    def begin_step(self) -> None:
+        """Look for each parameter's group, since groups come, go and are replaced between steps."""
+        groups = self._optimizer.param_groups
+        self._group_of = {id(parameter): group for group in groups for parameter in group["params"]}
 
     def begin(self) -> Callable[[], None]:
         """Replace ``optimizer.step``; return a function that restores it."""
@@ -133,9 +139,9 @@ class Updates:
         are_at_rest = len(self._parked_bytes) == 3 and self._parked_bytes[0] == self._parked_bytes[-1]
         small: list[torch.Tensor] = []
         waiting = set(map(id, self._small))  # if an error has kept the end of backward from updating them
-        for group, own in zip(optimizer.param_groups, settings, strict=True):
-            for parameter in group["params"]:
-                self._group_of[id(parameter)] = group
+        self.begin_step()
+        for own in settings:
+            for parameter in own["params"]:
                 if parameter.grad is None or id(parameter) in self._updated - waiting:
                     continue
                 if not is_scaled and (self._is_small(parameter) or (are_at_rest and self._is_at_hand(parameter))):
@@ -268,7 +274,8 @@ class Updates:
         tensors = [parameter, parameter.grad, *tensors_in(state)]
         pages = [self._pages.find(id_or_zero(tensor)) for tensor in tensors if isinstance(tensor, torch.Tensor)]
         are_here = all(page is None or (page.is_here and page.pending is page.scaling is None) for page in pages)
-        return are_here and bool(state) and self._may_defer
+        is_dense = parameter.grad is not None and parameter.grad.layout is torch.strided
+        return are_here and is_dense and bool(state) and self._may_defer
 
     def _update_together(self, parameters: Sequence[torch.Tensor]) -> None:
         """Update parameters that are on the device, as many at a time as operators on lists take."""

@@ -52,6 +52,8 @@ class StreamQueue:
     def __init__(self) -> None:
         self._changed = threading.Condition(threading.RLock())
         self._held: deque[_Held] = deque()
+        self._error: RuntimeError | None = None
+        """The error of something that nobody waited for, for the next one who asks."""
 
     def put(
         self,
@@ -64,6 +66,8 @@ class StreamQueue:
         That may be in the thread of ``after``, where its error goes to ``failed``.
         """
         with self._changed:
+            if self._error is not None:
+                raise self._error
             is_free = after is None or after.is_done
             if is_free and not self._held:
                 give()
@@ -85,8 +89,9 @@ class StreamQueue:
                     held.give()
                 except RuntimeError as error:
                     if held.failed is None:
-                        raise
-                    held.failed(error)
+                        self._error = error
+                    else:
+                        held.failed(error)
             self._changed.notify_all()
 
 
