@@ -36,6 +36,8 @@ class HostStep:
         """The error with which it has ended."""
         self.computed_s = 0.0
         """Seconds that it has computed."""
+        self.is_counted = True
+        """Whether it has done what it is for."""
         self.turn = 0
         """Its number among the steps of its lane."""
         self._done = threading.Event()
@@ -107,7 +109,7 @@ class HostLane:
         """Seconds that the thread has computed."""
 
     def put(self, step: HostStep, *, is_first: bool) -> None:
-        """Add a step at the front or at the end of the queue."""
+        """Add a step at the front or at the end of the queue. Raises ``RuntimeError`` if no thread could be started."""
         with self._condition:
             step.turn = next(self._turns)
             if is_first:
@@ -117,8 +119,13 @@ class HostLane:
             self._condition.notify_all()
         if self._thread is None:
             self._is_ending = False
-            self._thread = threading.Thread(target=self._run, name="penstock host steps", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="penstock host steps", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                self._queue.remove(step)
+                raise
+            self._thread = thread
 
     def hurry(self, step: HostStep) -> None:
         """Move a step that somebody waits for to the front of the queue."""
@@ -147,7 +154,7 @@ class HostLane:
             with torch.no_grad():
                 step.run()
             self.busy_s += step.computed_s
-            self.num_steps += 1
+            self.num_steps += step.is_counted
             del step  # frees its gradient
 
 

@@ -5,6 +5,7 @@ import copy
 import functools
 import gc
 import threading
+import time
 
 import pytest
 import test_device_training
@@ -13,7 +14,7 @@ from test_device_training import make_batch, simple_step
 
 from penstock import offload, probe
 from penstock.host_stepping import HostStep
-from penstock.offload._on_host import HostUpdates
+from penstock.offload._on_host import HostUpdates, Update
 from penstock.offload._replay import Replay
 from penstock.testing import GPT
 
@@ -183,6 +184,25 @@ def test_a_checkpoint_in_between_and_a_new_learning_rate(device, make_training, 
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     own = make_training(model, optimizer, probe.held_bytes(device) + 2**21)
     torch.testing.assert_close(torch.tensor(run(model, optimizer, own)), torch.tensor(expected))
+
+
+def test_who_looks_at_the_number_of_steps_waits_for_the_update(prompt_device, make_training, monkeypatch):
+    """It is no page, and may be written to: the bias correction would be wrong."""
+    compute = Update.compute
+    monkeypatch.setattr(Update, "compute", lambda update: (time.sleep(0.01), compute(update)))
+    model, batch = make_model(prompt_device), make_batch(prompt_device)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    own = make_training(model, optimizer, probe.held_bytes(prompt_device) + 2**20)
+    weight = model.blocks[0].contract.weight
+    for number in range(6):
+        with own:
+            bare_step(model, optimizer, batch)
+        assert optimizer.state[weight]["step"].item() == number + 1
+    assert own.statistics().num_host_updates > 0
+    with own:
+        bare_step(model, optimizer, batch)
+    optimizer.state[weight]["step"].zero_()
+    assert [optimizer.state[weight]["step"].item(), weight.isfinite().all().item()] == [0, True]
 
 
 RATES = {

@@ -125,6 +125,26 @@ def test_settled_steps_ask_nothing_and_move_what_is_planned(device, asked, case,
             assert [loss.item() for loss in losses] == plain[: len(losses)]
 
 
+@pytest.mark.parametrize("update", ["device", "host"])
+def test_planned_steps_forget_the_copies_that_have_ended(prompt_device, update):
+    """Once a step, since nobody asks in it: else space below, and events, would grow from step to step."""
+    model, optimizer = make(prompt_device, checkpointed=False)
+    budget = probe.held_bytes(prompt_device) + 2**21
+    with contextlib.closing(offload.training(model, optimizer, budget, host="64MiB", update=update)) as training:
+        pages, used = training._managed.pages, []
+        waterfall = pages.copies.waterfall
+        for number in range(MOST_STEPS):
+            with training:
+                step(model, optimizer, prompt_device, number, is_half=False)
+            used.append(waterfall.tiers[0].used_bytes)
+        hop, plan = waterfall._mover._copies, pages.replay.script_of(pages.course.last).planned.plan
+        assert pages.replay.num_steps > 10
+        assert len(hop._arriving) <= 2 * len(plan.copies_in)
+        assert len(hop._passing) <= 2 * len(plan.copies_out)
+        assert len(hop.stalls._waits) <= 4 * len(plan.copies_in)
+        assert used[-1] <= 1.05 * used[-10]
+
+
 def slow_down(monkeypatch, delay_s):
     """Let each update on the host take at least that long."""
     compute = Update.compute

@@ -305,6 +305,33 @@ def update_on_the_host(tmp_path):
     assert losses(6, update="host", host="64MiB") == pytest.approx(losses(6), abs=1e-4)
 
 
+def take_over_a_training(tmp_path):
+    """A second training of a model whose first one is open: one after the other, pages go to another lane."""
+    tokens = torch.randint(256, (4, 64), generator=torch.Generator().manual_seed(0)).to("sim")
+    weights = []
+    for is_taken_over in (False, True):
+        torch.manual_seed(0)
+        model = GPT(num_layers=4, width=64, num_heads=2, context=64).to("sim")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+        opened = []
+        for _ in range(2):
+            context = contextlib.nullcontext()
+            if is_taken_over:
+                own_bytes = sum(parameter.nbytes for parameter in model.parameters())
+                budget = probe.held_bytes("sim") + (2**20 if opened else 2**20 - own_bytes // 2)
+                opened.append(offload.training(model, optimizer, budget, host="64MiB"))
+                context = opened[-1]
+            for _ in range(3):
+                with context:
+                    model(tokens, tokens).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        if opened:
+            opened[-1].close()
+        weights.append([parameter.detach().cpu() for parameter in model.parameters()])
+    assert all(torch.equal(weight, other) for weight, other in zip(*weights, strict=True))
+
+
 def load_beside_the_step(tmp_path):
     """Mini-batches that are made in advance on a stream of their own, from values that were just made."""
     plain, loader = loader_of("sim")
@@ -364,6 +391,7 @@ SCENARIOS = (
     train_with_a_budget,
     train_on_one_and_another_stream,
     update_on_the_host,
+    take_over_a_training,
     load_beside_the_step,
     share_memory_between_streams,
     train_a_fleet,

@@ -322,6 +322,19 @@ def groups_that_are_loaded_with_another_rate(model, optimizer, context):
     return losses
 
 
+def a_layer_that_is_trained_late(model, optimizer, context):
+    late = max(model.blocks[0].parameters(), key=torch.numel)
+    found = []
+    late.requires_grad_(False)
+    for number, tokens in enumerate(batches(4) * 2):
+        if number == 5:
+            late.requires_grad_(True)
+        with context:
+            found.append(simple_step(model, optimizer, tokens))
+        found.append("exp_avg" in optimizer.state[late])
+    return found
+
+
 def clipping_twice_and_going_on(model, optimizer, context):
     norms = []
     for tokens in batches(4):
@@ -362,6 +375,7 @@ LOOPS = [
     a_state_that_is_thrown_away,
     a_state_that_is_loaded,
     groups_that_are_loaded_with_another_rate,
+    a_layer_that_is_trained_late,
     averages_in_place_of_weights,
     groups_that_change_after_the_step,
     clipping_twice_and_going_on,

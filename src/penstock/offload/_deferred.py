@@ -74,9 +74,18 @@ class Deferred:
         """Let the update be done before anybody works on one of its tensors."""
         for page in self.pages:
             page.pending = self
-        self._due.update(dict.fromkeys(self._small, self.do))
+        self.put_off_small(self.do)
         if isinstance(self.live, DueState):
             self.live.due = self.do
+
+    def put_off_small(self, do: Callable[[], None]) -> None:
+        """Call a function before anybody looks at the small states, which are no pages."""
+        self._due.update(dict.fromkeys(self._small, do))
+
+    def drop_small(self) -> None:
+        """Do not call it any more."""
+        for identity in self._small:
+            self._due.pop(identity, None)
 
     def do(self) -> None:
         """Do the update, if it is still due, within the handling of another operator, too."""
@@ -86,8 +95,7 @@ class Deferred:
         """Do not wait for anybody any more."""
         for page in self.pages:
             page.pending = None
-        for identity in self._small:
-            self._due.pop(identity, None)
+        self.drop_small()
         if isinstance(self.live, DueState):
             self.live.due = None
 

@@ -71,7 +71,11 @@ class HostUpdates:
             return False
         update = Update(self, due, pages, narrow, twins)
         self.pages.course.updated_on_host([page.key for page in parts], update.written, update.size_bytes)
-        self.lane.put(update, is_first=self._last_first)
+        try:
+            self.lane.put(update, is_first=self._last_first)
+        except RuntimeError:  # no memory for a thread's stack
+            update.take_back()
+            return False
         if self.lane.busy_s:
             self.pages.replay.host_bytes_per_s = self.updated_bytes / self.lane.busy_s
         return True
@@ -125,7 +129,7 @@ class Update(HostStep):
             *(value for value in due.state.values() if is_large(value)),
             *(twin.tensor for twin in twins),
         ]
-        self._num_gradients, self._num_twins = len(gradients), len(twins)
+        self._num_gradients, self._twins = len(gradients), twins  # their pages live as long as their tensors
         self._layouts = [
             (page, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
             for page, tensor in zip(pages, tensors, strict=True)
@@ -142,6 +146,7 @@ class Update(HostStep):
         """Entries of the state that are not pages and that the update changes."""
         for page in self._involved():
             page.pending, page.on_host = self.finish, self
+        due.put_off_small(self.finish)
 
     @property
     def parameter(self) -> torch.Tensor:
@@ -168,6 +173,7 @@ class Update(HostStep):
         self.wait()
         self._owner.pages.copies.stall_s += time.perf_counter() - start_s
         is_there = not self._is_missed
+        self._due.drop_small()
         for page in self._involved():
             page.pending = page.on_host = None
         if is_there and self.error is None:
@@ -182,14 +188,25 @@ class Update(HostStep):
         else:
             self._due()
 
+    def forget(self) -> None:
+        self._due.drop_small()
+
+    def take_back(self) -> None:
+        """Let the update be as if it had never been asked for."""
+        self._due.drop_small()
+        for page in self._involved():
+            page.pending = page.on_host = None
+        self._wide.scaling = self._scaling
+
     def compute(self) -> None:
         """Update the parameter, and write its casts."""
         self._is_missed = not all(page.handle is not None and page.handle.is_in_memory for page in self.pages)
+        self.is_counted = not self._is_missed
         if self._is_missed:
             return
         self._owner.updated_bytes += self.size_bytes
         weight, *values = [host_view(_handle(page), *layout) for page, *layout in self._layouts]
-        twins = [values.pop() for _ in range(self._num_twins)]
+        twins = [values.pop() for _ in self._twins]
         gradient, *further = (values.pop(0) for _ in range(self._num_gradients))
         if self._narrow is not None:
             gradient = self._owner.scratch.like(gradient, weight.dtype).copy_(gradient)

@@ -51,6 +51,7 @@ class Pages:
         self.register = Register()
         self.copies = Copies(waterfall, self.register)
         self.course = Course(budget_bytes, self.register, self.copies)
+        self._device = device
         self._streams = backend_of(device).streams
         self._space = PageSpace(self.register, self.copies, self.course, Pace(self._streams))
         self.replay = Replay(self.register, self.copies, self.course, is_one_memory=self._streams is None)
@@ -93,6 +94,8 @@ class Pages:
         for other in list(_open):
             page = None if other is self else other.register.find(identity)
             if page is not None:
+                backend = backend_of(self._device)
+                backend.finish()  # copies from here may read memory of the other's lane, which is about to be used
                 other.let_go(page)
 
     def let_go(self, page: Page) -> None:

@@ -186,6 +186,8 @@ class Updates:
             return False
         states = self._optimizer.state
         state = states.setdefault(parameter, DueState())  # in the order of parameters, as in any step
+        if type(state) is dict and not state:  # somebody has looked for it before there was any
+            state = states[parameter] = DueState()
         of_state = (self._pages.find(id_or_zero(value)) for value in state.values() if isinstance(value, torch.Tensor))
         pages = [page, own, *(page for page in of_state if page is not None)]
         if any(page.pending is not None for page in pages):  # several parameters share memory
@@ -270,12 +272,11 @@ class Updates:
 
     def _is_at_hand(self, parameter: torch.Tensor) -> bool:
         """Whether all pages of its update are on the device, with nothing due, and it is not its first one."""
-        state = self._optimizer.state[parameter]  # in the order of parameters, as in any step
-        tensors = [parameter, parameter.grad, *tensors_in(state)]
-        pages = [self._pages.find(id_or_zero(tensor)) for tensor in tensors if isinstance(tensor, torch.Tensor)]
-        are_here = all(page is None or (page.is_here and page.pending is page.scaling is None) for page in pages)
-        is_dense = parameter.grad is not None and parameter.grad.layout is torch.strided
-        return are_here and is_dense and bool(state) and self._may_defer
+        state, gradient = self._optimizer.state.get(parameter), parameter.grad
+        if not state or gradient is None or gradient.layout is not torch.strided or not self._may_defer:
+            return False
+        pages = [self._pages.find(id_or_zero(tensor)) for tensor in (parameter, gradient, *tensors_in(state))]
+        return all(page is None or (page.is_here and page.pending is page.scaling is None) for page in pages)
 
     def _update_together(self, parameters: Sequence[torch.Tensor]) -> None:
         """Update parameters that are on the device, as many at a time as operators on lists take."""
@@ -362,6 +363,8 @@ class Updates:
         for page in self._pages:
             if isinstance(page.pending, Deferred):
                 page.pending.drop()
+            if page.on_host is not None:
+                page.on_host.forget()
             page.pending = page.scaling = page.on_host = None
         self._forget_updated()
         self._is_broken = False

@@ -120,6 +120,7 @@ class Traffic:
             waited_s = self._mover.let_go(handle)
             if waited_s:
                 self.note_stall(handle, start_s, waited_s, is_back=False)
+        self.reap()  # storages that nobody else holds any more
 
     def before_write(self, handle: Handle) -> None:
         """Make the device wait for a copy out that still reads the storage."""
