@@ -17,6 +17,7 @@ somebody has published (docs/design/streams.md lists them):
 ``verify`` covers the way to disk and back. Checksums need the bytes in host memory, so it always uses staging memory.
 """
 
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -148,6 +149,10 @@ class StreamMover:
                 return self._route(tier).reserve(tier, _whole_blocks(handle, tier))
             except TierFullError as error:
                 reasons.append(str(error))
+            if tier.is_memory and tier is not tiers[-1]:
+                self.poll()  # what has ended gives its space back, before a disk is taken
+                with contextlib.suppress(TierFullError):
+                    return self._route(tier).reserve(tier, _whole_blocks(handle, tier))
         raise TierFullError("; ".join(reasons) or "there is no tier below the device")
 
     @property
