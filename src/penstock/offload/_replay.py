@@ -290,7 +290,10 @@ class Replay:
         script, self._script = self._script, None
         self._copies.waterfall.is_quiet = self._was_planned = False
         self._copies.waterfall.reap()  # once a step: what has ended gives its space back
-        if script is None or not is_whole or self._done != len(script.actions) - 1:
+        if script is None:
+            return
+        if not is_whole or self._done != len(script.actions) - 1:
+            self.num_left += 1
             return
         self._let_leave(script.actions[self._done].leaving)
         self._was_planned = True
