@@ -208,7 +208,7 @@ def test_who_looks_at_the_number_of_steps_waits_for_the_update(prompt_device, ma
 RATES = {
     "a slow link": (1e3, 1e15, 1.0),
     "a fast link and a slow host": (1e15, 1e5, 0.0),
-    "a host as slow as the link": (1e8, 2e8, 0.5),
+    "a host as slow as the link": (1e5, 2e5, 0.5),
     "an optimizer that does not work on the host": (1e3, 0.0, 0.0),
 }
 
@@ -236,16 +236,13 @@ def test_auto_takes_what_the_plan_says(prompt_device, make_training, monkeypatch
         updated.append(own.statistics().num_host_updates)
     assert losses[0] == expected[0]
     num_large = len([parameter for parameter in model.parameters() if parameter.nbytes >= 2**14])
-    per_step = updated[-1] - updated[-2]
+    chosen = own._managed.updates._hosted
     if share == 0.0:
-        assert per_step == 0
+        assert updated[-1] == len(chosen) == 0
     else:
-        assert per_step >= 0.7 * num_large or share < 1.0
-        assert 0 < per_step <= num_large
-        chosen = own._managed.updates._hosted
+        assert updated[-1] > 0
+        assert len(chosen) >= (0.7 * num_large if share == 1.0 else 1)
         assert id(model.head.weight) in chosen
-        assert num_large == per_step or id(model.token.weight) not in chosen
-    assert own.statistics().num_planned_steps > 0 or link == 1e3
 
 
 def test_the_cpu_has_no_host_below_it(tmp_path):

@@ -73,7 +73,6 @@ class Copies:
                 outdated = self._outdated.pop(page, None)
                 page.handle = self.waterfall.park(storage, page.label, outdated=outdated, spare=self._spare)
             self.parked_bytes[page.kind] += page.size_bytes
-            page.left_at = page.last_use
         if page not in self._leaving:
             self._leaving[page] = None
             self.leaving_bytes += page.size_bytes
@@ -127,10 +126,7 @@ class Copies:
 
         Whoever gets its memory waits for its copy out: on an accelerator the device does, else this thread.
         """
-        storage = page.storage()
         if page.handle is not None:
-            if storage is not None and page.last_use != page.left_at:  # read again after its copy out had begun
-                self.waterfall.give_back(storage)
             page.handle.let_go()
         if not page.is_clean:
             return False

@@ -88,7 +88,6 @@ class Page:
         "key",
         "kind",
         "last_use",
-        "left_at",
         "narrow",
         "norm",
         "num_writes",
@@ -133,7 +132,7 @@ class Page:
         """Whether its memory is refused to whoever asks for it."""
         self.is_coming = False
         """Whether its copy in has begun, and nobody has asked for it yet."""
-        self.last_use = self.left_at = self.stays_until = self.num_writes = 0
+        self.last_use = self.stays_until = self.num_writes = 0
         self.rank = 0.0
         """Among the pages on the device, the one with the lowest rank leaves first."""
 

@@ -55,15 +55,14 @@ class LaneMemory:
         return storage.data_ptr() in self._ends
 
     def give_back(self, address: int, after: StreamEvent = None) -> None:
-        """Let the lane wait, before it uses a block again, for an event or for all work that the device has been given.
+        """Let the lane wait, before it uses a block again, for all work that the device was given, and for an event.
 
         Does nothing for memory that is not the lane's.
         """
         if not self._forget(address):
             return
-        if after is None:
-            self._wait_for_all()
-        else:
+        self._wait_for_all()  # it may have been read after its copy out had begun
+        if after is not None:
             self._let_wait(after)
 
     def _wait_for_all(self) -> None:
