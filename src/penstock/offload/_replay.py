@@ -188,10 +188,9 @@ class Replay:
     def begin_step(self) -> None:
         """Begin a step, which follows a plan if there is one for the kind of step that is expected."""
         script = self.script_of(self._course.order)
+        # A plan repeats its kind. From another kind's end it moved a tenth more than no plan does.
         if self._is_one_memory and self._course.order is not self._course.last:
-            script = (
-                None  # its plan repeats this kind: from another one's end it moved a tenth more than without a plan
-            )
+            script = None
         self._script, self._done = script, -1
         if script is not None:
             self._bridge(script)

@@ -7,12 +7,12 @@ recorded one: the update's operators are missing, the gradient leaves for good, 
 under autocast as the cast that all its operators read.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from penstock.errors import BudgetError
 from penstock.offload._order import Details, StepOrder, UpdateOnDevice, UpdateOnHost
 from penstock.offload._step_problem import OrderedProblem, problem_of
-from penstock.state import PlannedStep, Rates, best_plan
+from penstock.state import PlannedStep, Rates, StateProblem, best_plan
 
 _SHARES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 """Shares of the parameters' bytes that are tried first."""
@@ -22,34 +22,24 @@ _REFINED = 0.1
 
 def best_split(order: StepOrder, budget_bytes: int, rates: Rates) -> frozenset[int]:
     """Return keys of the weights that are best updated on the host; none if that is not known to be faster."""
-    tried: dict[float, tuple[frozenset[int], PlannedStep]] = {}
-    for share in _SHARES:
-        _try(share, order, budget_bytes, rates, tried)
-    if not tried:
+    problems: dict[frozenset[int], StateProblem] = {}
+
+    def best_of(shares: Iterable[float]) -> tuple[frozenset[int], PlannedStep]:
+        for share in shares:
+            which = late_weights(order, share)
+            ordered = None if which in problems else problem_on_host(order, which, budget_bytes, rates)
+            if ordered is not None:
+                problems[which] = ordered.problem
+        planned = best_plan(problems.values())
+        return next(which for which, problem in problems.items() if problem is planned.problem), planned
+
+    try:
+        first, planned = best_of(_SHARES)
+        near = next(share for share in _SHARES if late_weights(order, share) == first)
+        closer, again = best_of(share for share in (near - _REFINED, near + _REFINED) if 0 < share < 1)
+    except (BudgetError, ValueError):  # nothing fits, or nothing could be planned
         return frozenset()
-    best = min(tried, key=lambda share: tried[share][1].simulated.step_s)
-    for share in (best - _REFINED, best + _REFINED):
-        if 0 < share < 1:
-            _try(share, order, budget_bytes, rates, tried)
-    return min(tried.values(), key=lambda pair: pair[1].simulated.step_s)[0]
-
-
-def _try(
-    share: float,
-    order: StepOrder,
-    budget_bytes: int,
-    rates: Rates,
-    tried: dict[float, tuple[frozenset[int], PlannedStep]],
-) -> None:
-    which = late_weights(order, share)
-    if any(which == known for known, _ in tried.values()):
-        return
-    ordered = problem_on_host(order, which, budget_bytes, rates)
-    if ordered is not None:
-        try:
-            tried[share] = which, best_plan([ordered.problem])
-        except BudgetError:
-            return
+    return closer if again.simulated.step_s < planned.simulated.step_s else first
 
 
 def problem_on_host(
