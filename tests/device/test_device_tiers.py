@@ -284,5 +284,28 @@ def test_a_copy_in_waits_for_the_host_and_those_after_it_for_their_turn(device, 
     lane.close()
 
 
+def test_memory_that_is_used_again_behind_work_of_the_hosts_waits_for_who_used_it(device, make_waterfall):
+    waterfall = make_waterfall(device, host="16MiB", has_lane_memory=True)
+    storages = [torch.full((2**18,), value, dtype=torch.uint8, device=device).untyped_storage() for value in range(3)]
+    handles = [waterfall.park(storage) for storage in storages]
+    work = Fill(handles[0], 7)
+    for handle, storage in zip(handles, storages, strict=True):
+        handle.let_go()
+        waterfall.give_back(storage)
+        storage.resize_(0)
+    used = torch.empty(0, dtype=torch.uint8, device=device).set_(handles[1].get(into=storages[1]))
+    assert handles[0].prefetch(into=storages[0], after=work)
+    copied = used + 1
+    address = storages[1].data_ptr()
+    waterfall.give_back(storages[1])
+    storages[1].resize_(0)
+    assert handles[2].prefetch(into=storages[2])
+    assert storages[2].data_ptr() == address
+    work.run()
+    assert as_tensor(handles[2].get(into=storages[2])).unique().tolist() == [2]
+    assert as_tensor(handles[0].get(into=storages[0])).unique().tolist() == [7]
+    assert copied.unique().tolist() == [2]
+
+
 def as_tensor(storage):
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu()

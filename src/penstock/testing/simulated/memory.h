@@ -69,7 +69,7 @@ struct Block {
   char *address;
   size_t size_bytes, requested_bytes = 0;
   int owner, stream; /* of a device's memory, the stream that it was allocated on */
-  bool is_live = false, was_used = false;
+  bool is_live = false, was_used = false, is_poisoned = false;
   std::vector<int> other_streams; /* that use it, and were said to */
   std::vector<Access> accesses;
 };
@@ -107,6 +107,17 @@ inline void note_access(const void *address, size_t num_bytes, Stream &on, bool 
   block->accesses = std::move(kept);
 }
 
+/* Overwrites memory that was handed out again before a stream touches it for the first time. Not when it is handed out:
+   what its stream is to wait for may be given to the stream after that. Guarded by `bookkeeping`. */
+inline void poison(const void *address, Stream &on) {
+  Block *block = find_block(address);
+  if (!block || !block->is_poisoned) return;
+  block->is_poisoned = false;
+  tick(on);
+  note_access(block->address, block->size_bytes, on, true, "reuse of freed memory");
+  on.push([memory = kernel_address(block->address), size = block->requested_bytes] { memset(memory, 0xff, size); }, false);
+}
+
 /* A caching allocator: what was freed last comes first, in the order of the stream that it was allocated on. */
 class Pool {
  public:
@@ -128,6 +139,7 @@ class Pool {
     Block *block = free_blocks.back();
     free_blocks.pop_back();
     block->is_live = true;
+    block->is_poisoned = block->was_used && owner_ != HOST && conditions.poison;
     block->requested_bytes = num_bytes;
     block->other_streams.clear();
     statistics.active_bytes[0].increase(size_bytes);
@@ -251,14 +263,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
     const int device = current_device;
     const c10::Device where(DEVICE_TYPE, device);
     if (!num_bytes) return {nullptr, nullptr, &free, where};
-    Stream &on = current_stream(device);
-    Block *block = pool(device).allocate(num_bytes, on.number);
-    if (block->was_used && conditions.poison) {
-      std::lock_guard<std::mutex> guard(bookkeeping);
-      tick(on);
-      note_access(block->address, block->size_bytes, on, true, "reuse of freed memory");
-      on.push([memory = kernel_address(block->address), num_bytes] { memset(memory, 0xff, num_bytes); }, false);
-    }
+    Block *block = pool(device).allocate(num_bytes, current_stream(device).number);
     return {block->address, block, &free, where};
   }
   static void free(void *block) {

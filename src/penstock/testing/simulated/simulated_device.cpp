@@ -117,6 +117,8 @@ static void resize_storage(c10::StorageImpl *storage, size_t num_bytes) {
   if (const size_t kept = std::min(num_bytes, storage->nbytes())) {
     std::lock_guard<std::mutex> lock(bookkeeping);
     Stream &on = current_stream(current_device);
+    poison(storage->data(), on);
+    poison(data.get(), on);
     tick(on);
     note_access(storage->data(), kept, on, false, "resize_");
     note_access(data.get(), kept, on, true, "resize_");
@@ -241,6 +243,7 @@ static Tensor &copy_(Tensor &self, const Tensor &given, bool non_blocking) {
   if (&other != &on) wait(on, record(other));
   {
     std::lock_guard<std::mutex> guard(bookkeeping);
+    for (const Tensor *tensor : {&from, &std::as_const(self)}) poison(tensor->const_data_ptr(), on);
     tick(on);
     note(from, on, false, "copy_");
     note(self, on, true, "copy_");
@@ -272,7 +275,10 @@ class Call {
     find_device();
     c10::DeviceGuard guard(Device(DEVICE_TYPE, DeviceIndex(device_)));
     Stream &on = current_stream(device_);
-    if (!is_view_) on.wait(on.last());
+    if (!is_view_) {
+      poison_all(on);
+      on.wait(on.last());
+    }
     is_late_ = !is_view_ && on.draws_late();
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -320,6 +326,14 @@ class Call {
         is_found = true;
       });
     }
+  }
+
+  void poison_all(Stream &on) {
+    std::lock_guard<std::mutex> guard(bookkeeping);
+    for (size_t at = stack_.size() - arguments_.size(); at < stack_.size(); ++at)
+      for_each_tensor(stack_[at], [&](const Tensor &tensor) {
+        if (is_ours(tensor)) poison(tensor.const_data_ptr(), on);
+      });
   }
 
   /* Lets the processor see an argument. */
@@ -410,6 +424,10 @@ class Call {
     if (!storage) {
       const size_t num_bytes = tensor.storage().nbytes();
       storage = c10::Storage(c10::Storage::use_byte_size_t(), num_bytes, device_allocator.allocate(num_bytes), &device_allocator, true);
+      {
+        std::lock_guard<std::mutex> guard(bookkeeping);
+        poison(storage.data(), on);
+      }
       on.push([to = kernel_address(storage.data()), tensor, num_bytes] { memcpy(to, tensor.storage().data(), num_bytes); }, true);
       if (!is_late_) on.wait(on.last());
       has_fresh_ = true;
