@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import common
 from penstock import offload
-from penstock.offload import _watch
+from penstock.state import _watch
 from penstock.testing import GPT
 
 _WARM_STEPS = 4

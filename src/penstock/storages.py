@@ -12,6 +12,14 @@ No other living storage has the same. Raises `NotImplementedError` for a tensor 
 """
 
 
+def id_or_zero(tensor: torch.Tensor) -> int:
+    """Return the identity of a tensor's storage; 0 if it has none, as a sparse tensor."""
+    try:
+        return storage_id(tensor)
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
 def id_of(storage: torch.UntypedStorage) -> int:
     """Return the identity of a storage, equal to `storage_id` of every tensor in it."""
     return int(storage._cdata)

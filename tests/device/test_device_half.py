@@ -10,9 +10,9 @@ from test_device_training import make_batch
 from torch import nn
 
 from penstock import offload, probe
-from penstock.offload._page import Narrow
-from penstock.offload._replay import Replay
-from penstock.offload._split_order import late_weights
+from penstock.state._order_split import late_weights
+from penstock.state._page import Narrow
+from penstock.state._replay import Replay
 from penstock.storages import storage_id
 from penstock.testing import GPT
 
@@ -361,7 +361,7 @@ def test_a_cast_that_is_held_keeps_its_values_when_the_weight_changes(prompt_dev
 
 def test_a_cast_that_is_held_keeps_its_values_when_the_host_begins_to_update(prompt_device, make_training, monkeypatch):
     monkeypatch.setattr(Replay, "prepare", functools.partialmethod(Replay.prepare, is_waited_for=True))
-    monkeypatch.setattr("penstock.offload._replay.best_split", lambda order, *_: late_weights(order, 1.0))
+    monkeypatch.setattr("penstock.state._replay.best_split", lambda order, *_: late_weights(order, 1.0))
     model, batch = make_model(prompt_device), make_batch(prompt_device)
     own = make_training(model, torch.optim.AdamW(model.parameters(), lr=0.1), 2**20, update="auto")
     for _ in range(10):

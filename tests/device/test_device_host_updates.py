@@ -14,8 +14,8 @@ from test_device_training import make_batch, simple_step
 
 from penstock import offload, probe
 from penstock.host_stepping import HostStep
-from penstock.offload._on_host import HostUpdates, Update
-from penstock.offload._replay import Replay
+from penstock.state._on_host import HostUpdates, Update
+from penstock.state._replay import Replay
 from penstock.testing import GPT
 
 NUM_STEPS = 6

@@ -12,9 +12,9 @@ import torch
 
 from penstock import offload, probe
 from penstock.devices._accelerator import AcceleratorStreams
-from penstock.offload._on_host import Update
-from penstock.offload._replay import Replay
 from penstock.state import verify
+from penstock.state._on_host import Update
+from penstock.state._replay import Replay
 from penstock.testing import GPT
 
 MOST_STEPS = 30

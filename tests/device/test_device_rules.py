@@ -32,8 +32,8 @@ FINISHES = {"finish": None, "finish_current": None}
 """The same of `Backend`."""
 SIZE = 20_003
 UNNOTICED = {
-    ("offload/_pace.py", "hold", "is_done", 0): "saves a wait",
-    ("offload/_pace.py", "hold", "synchronize", 0): "keeps the host close to the device, for speed alone",
+    ("state/_pace.py", "hold", "is_done", 0): "saves a wait",
+    ("state/_pace.py", "hold", "synchronize", 0): "keeps the host close to the device, for speed alone",
     ("fleet/_pilot.py", "_measured", "finish", 0): "ends what is timed",
     (
         "fleet/_worker.py",

@@ -5,13 +5,13 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import BudgetError, InternalError
-from penstock.state._copies import NEVER
 from penstock.state._plan import StatePlanner, best_plan
 from penstock.state._problem import HostUpdate, Rates, StateProblem, StepPage
+from penstock.state._schedule import NEVER
 from penstock.state._simulate import simulate
 from penstock.state._verify import verify
 
@@ -395,7 +395,7 @@ def test_a_plan_holds_whatever_the_operators_take():
         assert simulate(problem, plan, seconds).step_s >= sum(seconds) * (1 - 1e-9)
 
 
-@settings(deadline=None, max_examples=60, database=None)
+@settings(deadline=None, max_examples=60, database=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(problems(most_operators=8, most_pages=3))
 def test_steps_are_nearly_as_short_as_with_the_best_choice_of_what_intervals(problem):
     planner = StatePlanner(problem)

@@ -11,7 +11,6 @@
 - `OffloadProblem`, `SavedStorage` -> `plan` -> `OffloadPlan`, `Transfer`: the pure planner; `verify` checks its plans.
 """
 
-from penstock.offload._load import load as load
 from penstock.offload._modelled import modelled_cycle as modelled_cycle
 from penstock.offload._plan import OffloadPlan as OffloadPlan
 from penstock.offload._plan import Transfer as Transfer
@@ -24,10 +23,11 @@ from penstock.offload._run import OffloadedModule as OffloadedModule
 from penstock.offload._run import Offloader as Offloader
 from penstock.offload._run import activations as activations
 from penstock.offload._run import wrap as wrap
-from penstock.offload._statistics import Held as Held
 from penstock.offload._statistics import OffloadStatistics as OffloadStatistics
-from penstock.offload._statistics import TrainingStatistics as TrainingStatistics
-from penstock.offload._training import Training as Training
-from penstock.offload._training import parameters as parameters
-from penstock.offload._training import training as training
 from penstock.offload._verify import verify as verify
+from penstock.training import Held as Held
+from penstock.training import Training as Training
+from penstock.training import TrainingStatistics as TrainingStatistics
+from penstock.training import load as load
+from penstock.training import parameters as parameters
+from penstock.training import training as training

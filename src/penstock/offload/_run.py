@@ -18,7 +18,6 @@ from torch.utils import checkpoint
 from penstock.arguments import checked
 from penstock.devices import has_backend
 from penstock.errors import BudgetError, DoubleBackwardError, PenstockWarning
-from penstock.offload._account import account_of
 from penstock.offload._coming import ComingState, num_changes
 from penstock.offload._cycle import Cycle
 from penstock.offload._functional import HooksBesideFunctional, is_wrapped
@@ -28,6 +27,7 @@ from penstock.offload._problem import TINY_BYTES
 from penstock.offload._saved import KeptTensor, Opaque, Packed, ParkedTensor, SavedEntry, WrappedTensor
 from penstock.offload._scope import ModuleScope, is_compiled
 from penstock.offload._statistics import OffloadStatistics
+from penstock.state import account_of
 from penstock.storages import id_of
 from penstock.tiers import (
     Budget,

@@ -1,175 +1,294 @@
-"""A plan of a step: its copies, what is given back when, and what each of them waits for.
+"""How pages leave the device and come back: a page is emptied once a tier has its bytes, and filled in place."""
 
-Copies in get memory of their own: their lane's. The host gives memory back in the order of the plan, and hands it out
-again in that order, while the device may be a whole step behind. So a copy in waits for the last use of everything that
-was given back before it was issued, whichever of these ranges it gets. Within a lane everything runs in order, so the
-latest operator and the latest copy out are enough. No addresses are planned: in a model of an H100, steps with planned
-addresses were 2 to 4% longer, since gaps between pages took memory, and planning took 5 to 10 times as long.
-"""
+import contextlib
+import time
+from collections.abc import Callable
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import torch
+from torch.utils._mode_utils import no_dispatch
 
-import numpy as np
+from penstock.errors import TierReadError
+from penstock.state._guard import allow_access, refuse_access
+from penstock.state._page import Page, PageKind
+from penstock.state._register import Register
+from penstock.tiers import Handle, HandleState, Waterfall
 
-from penstock.state._problem import StateProblem
-
-NEVER = -(2**62)
-"""The number that an operator or copy waits for that waits for nothing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageCopy:
-    """A copy of a page, and what it waits for. Numbers below 0 are of the step before: -1 was its last."""
-
-    page: int
-    """Index of the page."""
-    use: int
-    """Number of the page's use that it comes in for, or after which it leaves."""
-    position: int
-    """A copy in is issued before the operator at this position, a copy out after it."""
-    operator: int = NEVER
-    """The operator that it waits for: the last one on memory that was given back, or for a copy out on its page."""
-    out: int = NEVER
-    """(Of a copy in) the copy out that it waits for: the last one from such memory, or of its own page."""
-    update: int = NEVER
-    """(Of a copy in) the host update that it waits for."""
+_TRIES = 4
+_STUCK_NEEDS = 256
+"""Number of operators for which a page that could not leave stays."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GiveBack:
-    """The end of a page's time on the device, after its copy out has been issued, or without one."""
+class Copies:
+    """The copies of pages, out and in, and the device bytes that pages take meanwhile.
 
-    page: int
-    """Index of the page."""
-    use: int
-    """Number of the page's last use before it."""
-    position: int
-    """Position of the operator before which its memory is given back."""
-    out: int = NEVER
-    """Number of its copy out, below 0 if that is of the step before; `NEVER` if nothing has to be copied."""
-    dies: bool = False
-    """Whether the page does not exist any more, so that nothing has to be done."""
+    It is wide because it is the one place that empties and fills storages, and each may fail or be taken back.
+    """
 
+    def __init__(self, waterfall: Waterfall, register: Register):
+        self.waterfall, self._register = waterfall, register
+        self.fetched_bytes, self.parked_bytes = dict.fromkeys(PageKind, 0), dict.fromkeys(PageKind, 0)
+        """Bytes copied so far by kind of page."""
+        self.held_bytes = 0
+        """Device bytes of all pages, those on their way included."""
+        self.leaving_bytes = 0
+        """The part of ``held_bytes`` that will be free once all copies out are complete."""
+        self.stall_s = 0.0
+        """Seconds that the computation has waited for copies."""
+        self._outdated: dict[Page, Handle] = {}
+        """Handles of before a page was changed, whose space its next copy out uses again. So no space has to be found
+        in a step, and none is given back.
+        """
+        self.on_death: Callable[[Page], None] | None = None
+        """Called with each page of which it turns out that no tensor uses it any more."""
+        self._leaving: dict[Page, None] = {}
+        """Pages on the device that are emptied once their copies below are complete, in order of request."""
+        self._stuck_until = 0
+        self._dying: list[Handle] = []
+        """Handles of dropped pages whose copies out were under way, and whose memory is free only when these end."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StatePlan:
-    """All copies of a step, with their places and waits. It is frozen before the step begins."""
+    # Out
 
-    kept: tuple[tuple[bool, ...], ...]
-    """For each page and use, whether the page stays until its next use."""
-    copies_in: tuple[PageCopy, ...]
-    """In the order in which they are issued, which is the order of their lane."""
-    copies_out: tuple[PageCopy, ...]
-    """In the order in which they are issued, which is the order of their lane."""
-    give_backs: tuple[GiveBack, ...]
-    """In the order of their positions. At one position they come before copies in."""
-    needs_in: tuple[int, ...]
-    """For each operator, the copy in that it waits for. It may have been issued in the step before: below 0."""
-    needs_out: tuple[int, ...]
-    """For each operator, the copy out that it waits for, since its results may get that memory."""
+    def leave(self, page: Page) -> None:
+        """Empty a page now if a copy is below, else as soon as there is one."""
+        storage = page.storage()
+        if storage is None:
+            self.drop(page)
+            return
+        if page.is_coming:
+            self._refuse(page, storage)
+        if not page.is_here:
+            return
+        if not storage.resizable():  # memory shared with something outside of PyTorch
+            if page.pending is None and page.scaling is None:
+                self.drop(page)
+            return
+        if page.narrow is not None:
+            self._empty(page)
+            return
+        if page.handle is not None and page.handle.state is HandleState.KEPT:
+            page.forget_copy()  # a copy that failed or was taken back
+        if page.handle is None:
+            allow_access(page, storage)
+            with no_dispatch():  # a mode that sees an operator takes as long as the operator
+                outdated = self._outdated.pop(page, None)
+                page.handle = self.waterfall.park(storage, page.label, outdated=outdated, spare=self._spare)
+            self.parked_bytes[page.kind] += page.size_bytes
+        if page not in self._leaving:
+            self._leaving[page] = None
+            self.leaving_bytes += page.size_bytes
+        if page.is_clean:
+            self._empty(page)
 
-    def in_bytes(self, problem: StateProblem) -> int:
-        """Return the bytes that a step copies in."""
-        return sum(problem.pages[copy.page].size_bytes for copy in self.copies_in)
+    def call(self, page: Page, name: str, kind: PageKind) -> None:
+        """Give a page another name and kind, once it turns out what it is. It may have left by then."""
+        if page.handle is not None and page.kind is not kind:
+            self.parked_bytes[page.kind] -= page.size_bytes
+            self.parked_bytes[kind] += page.size_bytes
+        page.call(name, kind)
 
-    def out_bytes(self, problem: StateProblem) -> int:
-        """Return the bytes that a step copies out."""
-        return sum(problem.pages[copy.page].size_bytes for copy in self.copies_out)
+    def is_leaving(self, page: Page) -> bool:
+        """Return whether a page on the device will be emptied."""
+        return page in self._leaving
 
+    def is_read(self, page: Page) -> bool:
+        """Return whether a copy out may still read a page's memory."""
+        is_leaving = page.handle is not None and page.handle.state is HandleState.LEAVING
+        return is_leaving or bool(page.stale) or page in self._leaving
 
-Arrival = tuple[int, int, int, int]
-"""A copy in: the position at which it is issued (below 0 in the step before), that of its use, its page, the use."""
-Departure = tuple[int, int, int, int]
-"""A copy out: the position after which it is issued, that before which its memory is given back (which may lie in the
-next step), its page, the number of the use.
-"""
+    def stay(self, page: Page) -> None:
+        """Keep a page that was about to leave."""
+        if page in self._leaving:
+            del self._leaving[page]
+            self.leaving_bytes -= page.size_bytes
 
+    def settle(self, page: Page, now: int) -> bool:
+        """Wait until a page has left; return ``False`` if it cannot.
 
-def with_waits(
-    problem: StateProblem, kept: Sequence[Sequence[bool]], arrivals: Sequence[Arrival], departures: Sequence[Departure]
-) -> StatePlan:
-    """Return the plan with what every copy and operator waits for."""
-    size = problem.num_operators
-    outs = sorted(departures, key=lambda departure: (departure[0], departure[2:]))
-    ins = sorted(arrivals, key=lambda arrival: (arrival[0] % size, arrival[0] < 0))
-    give_backs = _give_backs(problem, kept, outs)
-    copies_in, needs_in = _copies_in(problem, kept, ins, outs, give_backs)
-    return StatePlan(
-        kept=tuple(map(tuple, kept)),
-        copies_in=copies_in,
-        copies_out=tuple(
-            PageCopy(page=page, use=use, position=position, operator=position) for position, _, page, use in outs
-        ),
-        give_backs=give_backs,
-        needs_in=needs_in,
-        needs_out=_needs_out(problem, kept, give_backs),
-    )
+        A failed copy is tried a few times, since others may free memory meanwhile. A page that cannot leave stays for a
+        while, whatever the budget is, so that the step can finish. ``now`` is the number of operators so far.
+        """
+        for attempt in range(_TRIES if now >= self._stuck_until else 1):
+            if page not in self._leaving:
+                return True
+            assert page.handle is not None
+            if self.give_back(page):
+                return True
+            time.sleep(0.1 * attempt)
+            self.waterfall.reap()
+            self.leave(page)
+        page.forget_copy()  # the tiers below are full or failed; the waterfall has warned
+        self.stay(page)
+        page.stays_until = self._stuck_until = now + _STUCK_NEEDS
+        return False
 
+    def give_back(self, page: Page) -> bool:
+        """Empty a page that is leaving, or that has a copy below; return whether that was possible.
 
-def _give_backs(
-    problem: StateProblem, kept: Sequence[Sequence[bool]], outs: Sequence[Departure]
-) -> tuple[GiveBack, ...]:
-    size = problem.num_operators
-    left = {(page, use): (number, back) for number, (_, back, page, use) in enumerate(outs)}
-    give_backs = []
-    for index, page in enumerate(problem.pages):
-        for use, position in enumerate(page.uses):
-            if kept[index][use]:
-                continue
-            number, back = left.get((index, use), (NEVER, position % size + 1))
-            steps, place = divmod(back, size)
-            out = number - steps * len(outs) if number != NEVER else NEVER
-            dies = page.is_born and use == len(page.uses) - 1 and number == NEVER
-            give_backs.append(GiveBack(page=index, use=use, position=place, out=out, dies=dies))
-    return tuple(sorted(give_backs, key=lambda give: (give.position, give.out, give.page)))
+        Whoever gets its memory waits for its copy out: on an accelerator the device does, else this thread.
+        """
+        if page.handle is not None:
+            page.handle.let_go()
+        if not page.is_clean:
+            return False
+        self._empty(page)
+        return True
 
+    def settle_finished(self) -> None:
+        """Empty the pages whose copies out are complete."""
+        if self._leaving:
+            self.waterfall.reap()
+            for page in [page for page in self._leaving if page.is_clean]:
+                self._empty(page)
 
-def _copies_in(
-    problem: StateProblem,
-    kept: Sequence[Sequence[bool]],
-    ins: Sequence[Arrival],
-    outs: Sequence[Departure],
-    give_backs: Sequence[GiveBack],
-) -> tuple[tuple[PageCopy, ...], tuple[int, ...]]:
-    size, num_ins, num_outs, num_updates = problem.num_operators, len(ins), len(outs), len(problem.updates)
-    updates = {update.writes: number for number, update in enumerate(problem.updates)}
-    lanes = [give for give in give_backs if problem.is_one_memory or not _is_of_operators(problem, kept, give)]
-    positions = np.array([give.position for give in lanes])
-    operators = np.maximum.accumulate([give.position - 1 if give.out == NEVER else NEVER for give in lanes] or [NEVER])
-    latest = np.maximum.accumulate([give.out for give in lanes] or [NEVER])
-    own: dict[int, list[tuple[int, int]]] = {}
-    for number, (_, back, page, _) in enumerate(outs):
-        own.setdefault(page, []).append((back % size, number - num_outs * (back // size)))
-    copies: list[PageCopy] = []
-    needs_in = [NEVER] * size
-    for number, (issued, used, page, use) in enumerate(ins):
-        position, is_for_next = issued % size, issued < 0
-        before = int(np.searchsorted(positions, position, side="right")) - 1
-        operator, out = int(operators[-1]) - size, int(latest[-1]) - num_outs  # from the end of the step before
-        if before >= 0:
-            operator, out = max(operator, int(operators[before])), max(out, int(latest[before]))
-        if problem.is_one_memory:
-            operator = position - 1  # the host begins it, and is where the device is
-        mine = [other - num_outs * (back > position) for back, other in own.get(page, ())]
-        update = updates[page] - num_updates * (not is_for_next) if page in updates else NEVER
-        out = max([out, *mine])
-        copies.append(PageCopy(page=page, use=use, position=position, operator=operator, out=out, update=update))
-        needs_in[used] = max(needs_in[used], number - num_ins * is_for_next)
-    return tuple(copies), tuple(needs_in)
+    def leaving(self) -> list[Page]:
+        """Return the pages that are leaving, in order of request."""
+        return list(self._leaving)
 
+    def _empty(self, page: Page) -> None:
+        storage = page.storage()
+        if storage is None:
+            self.drop(page)
+            return
+        page.forget_stale()
+        self._clear(page, storage)
 
-def _needs_out(
-    problem: StateProblem, kept: Sequence[Sequence[bool]], give_backs: Sequence[GiveBack]
-) -> tuple[int, ...]:
-    """Return the copies out that operators wait for: those from memory that operators' results may get."""
-    needs_out = [NEVER] * problem.num_operators
-    for give in give_backs:
-        if give.out != NEVER and (problem.is_one_memory or _is_of_operators(problem, kept, give)):
-            needs_out[give.position] = max(needs_out[give.position], give.out)
-    return tuple(needs_out)
+    def _clear(self, page: Page, storage: torch.UntypedStorage) -> None:
+        allow_access(page, storage)  # or it could not be resized
+        self.waterfall.give_back(storage)
+        storage.resize_(0)
+        self._gone(page)
+        refuse_access(page, storage)
 
+    def _gone(self, page: Page) -> None:
+        self.stay(page)
+        self.held_bytes -= page.held_bytes()
+        page.is_here = page.is_coming = False
 
-def _is_of_operators(problem: StateProblem, kept: Sequence[Sequence[bool]], give: GiveBack) -> bool:
-    """Whether an operator allocated the memory: that of a born page until it leaves for the first time."""
-    return problem.pages[give.page].is_born and all(kept[give.page][: give.use])
+    # In
+
+    def arrived(self, page: Page) -> None:
+        """Count a page whose storage has its bytes, or at least its memory."""
+        self.held_bytes += page.size_bytes - page.held_bytes()
+        page.is_here, page.is_coming = True, False
+
+    def take_back(self, page: Page, storage: torch.UntypedStorage) -> None:
+        """Empty a page whose bytes did not arrive, or are not wanted any more."""
+        self._clear(page, storage)
+
+    def fill(self, page: Page, *, is_read: bool) -> None:
+        """Fetch a page, or only give it memory if nothing reads its bytes. Raises ``TierReadError``."""
+        start_s = time.perf_counter()
+        storage = page.storage()
+        if storage is None:  # its last tensor was freed while other pages were filled
+            self.drop(page)
+            return
+        assert page.handle is not None or page.narrow is not None
+        allow_access(page, storage)
+        if page.handle is not None and (is_read or page.is_coming):
+            try:
+                with no_dispatch():
+                    page.handle.get(into=storage)
+            except BaseException:
+                if page.handle.state is not HandleState.ARRIVING:
+                    self.take_back(page, storage)
+                elif not page.is_coming:  # interrupted while the copy is under way
+                    self._is_coming(page)
+                raise
+            self.fetched_bytes[page.kind] += page.size_bytes
+        else:
+            storage.resize_(page.size_bytes)
+        self.arrived(page)
+        self.stall_s += time.perf_counter() - start_s
+
+    def prefetch(self, page: Page) -> bool:
+        """Begin to fetch a page behind the computation; return whether that was possible."""
+        storage = page.storage()
+        if storage is None or page.handle is None:
+            return False
+        allow_access(page, storage)
+        with no_dispatch():
+            if not page.handle.prefetch(into=storage, after=page.on_host):
+                refuse_access(page, storage)
+                return False
+        self._is_coming(page)
+        return True
+
+    def _is_coming(self, page: Page) -> None:
+        page.is_coming = True
+        self.held_bytes += page.size_bytes
+
+    def _refuse(self, page: Page, storage: torch.UntypedStorage) -> None:
+        """Undo a copy in that was begun in vain."""
+        assert page.handle is not None
+        with contextlib.suppress(TierReadError):  # the next one who needs it gets the error
+            page.handle.get(into=storage)
+        self.take_back(page, storage)
+        self.waterfall.reap()
+        self.fetched_bytes[page.kind] += page.size_bytes
+
+    # Changes and ends
+
+    def written(self, page: Page) -> None:
+        """Release the copy of a page whose bytes change now. A copy out that still reads them is kept until it ends."""
+        page.num_writes += 1
+        page.narrow = None
+        if page.handle is not None:
+            page.handle.before_write()
+            if page.handle.state is HandleState.LEAVING:
+                page.stale.append(page.handle)
+                page.handle = None
+            elif page.handle.keeps_room and page not in self._outdated:
+                self._outdated[page] = page.handle
+                page.handle = None
+            page.forget_copy()
+        self.stay(page)
+
+    def _spare(self) -> bool:
+        """Release the space of copies that are out of date; return whether there were any."""
+        outdated, self._outdated = self._outdated, {}
+        for handle in outdated.values():
+            handle.release()
+        return bool(outdated)
+
+    def drop(self, page: Page) -> None:
+        """Stop managing a page, wherever its bytes are."""
+        if self.on_death is not None and page.is_dead:
+            self.on_death(page)
+        storage = page.storage() if page.is_here else None  # what is left behind elsewhere stays refused
+        if storage is not None:
+            allow_access(page, storage)
+        self._gone(page)
+        page.narrow = None
+        if page.handle is not None and page.handle.state is HandleState.LEAVING:
+            if self.waterfall.is_quiet:  # nobody would notice that the copy has ended
+                page.handle.let_go()
+                self.waterfall.reap()
+            else:
+                self._dying.append(page.handle)
+        page.forget_copy()
+        if page in self._outdated:
+            self._outdated.pop(page).release()
+        self._register.remove(page)
+
+    def drop_dead(self, key: int) -> None:
+        """Drop the page that has a key if it is dead."""
+        page = self._register.last_with_key(key)
+        if page is not None and page.is_dead:
+            self.drop(page)
+
+    def free_dead(self) -> None:
+        """Free the memory of dropped pages whose copies out have ended."""
+        if self._dying:
+            self.waterfall.reap()
+            self._dying = [handle for handle in self._dying if handle.device_storage is not None]
+
+    def sweep(self) -> None:
+        """Drop the pages of storages that no tensor uses any more."""
+        for page in self._register.everything():
+            if page.is_dead:
+                self.drop(page)
+
+    def drop_all(self) -> None:
+        """Stop managing all pages."""
+        for page in self._register.everything():
+            self.drop(page)

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import BudgetError
-from penstock.state._copies import Departure, StatePlan, with_waits
 from penstock.state._problem import StateProblem, StepPage
+from penstock.state._schedule import Departure, StatePlan, with_waits
 from penstock.state._simulate import Simulated, simulate
 from penstock.units import format_bytes
 

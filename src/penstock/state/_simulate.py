@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.errors import InternalError
-from penstock.state._copies import NEVER, StatePlan
 from penstock.state._problem import Rates, StateProblem
+from penstock.state._schedule import NEVER, StatePlan
 
 _NUM_STEPS = 4
 _COUNTED = 2

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.errors import InternalError
-from penstock.state._copies import NEVER, PageCopy, StatePlan
 from penstock.state._problem import StateProblem
+from penstock.state._schedule import NEVER, PageCopy, StatePlan
 
 _NUM_STEPS = 3
 _Clock = tuple[int, int, int]

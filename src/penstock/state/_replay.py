@@ -1,0 +1,300 @@
+"""Steps that follow a plan: what leaves, what comes and what is given back is known before the step begins.
+
+Each operator has a place in the order of its step, and the plan has for each place what is to be done before it.
+Nothing is asked of the device: memory is given back and handed out in the order of the plan, and whoever gets it waits
+for what used it (`LaneMemory`). Where a step does otherwise than planned, the plan is left, and the rest of the step is
+decided operator by operator. A page's state says what has been begun, so any place is as good as another for that.
+"""
+
+import contextlib
+import threading
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from penstock.errors import BudgetError
+from penstock.state._copies import Copies
+from penstock.state._course import Course
+from penstock.state._order import StepOrder
+from penstock.state._order_problem import OrderedProblem, problem_of
+from penstock.state._order_split import best_split
+from penstock.state._page import Page
+from penstock.state._plan import PlannedStep, best_plan
+from penstock.state._problem import Rates
+from penstock.state._register import Register
+
+_UNKNOWN_BYTES_PER_S = 5e9
+"""The rate of a link on which nothing was copied yet, and of a host that has updated nothing."""
+
+
+@dataclass(slots=True)
+class _Actions:
+    """Everything to be done at one place of a step, by key of page."""
+
+    dead: list[int] = field(default_factory=list)
+    """Pages that do not exist any more if the step is as it was."""
+    given_back: list[int] = field(default_factory=list)
+    fetched: list[int] = field(default_factory=list)
+    leaving: list[int] = field(default_factory=list)
+    """Pages whose copies out begin after the operator."""
+
+
+class Script:
+    """A plan, as actions by place."""
+
+    def __init__(self, order: StepOrder, ordered: OrderedProblem, planned: PlannedStep):
+        self.order, self.planned, self.ordered = order, planned, ordered
+        plan, keys = planned.plan, ordered.keys
+        self.actions = [_Actions() for _ in order.needs]
+        for give in plan.give_backs:
+            actions = self.actions[give.position]
+            (actions.dead if give.dies else actions.given_back).append(keys[give.page])
+        for copy in plan.copies_in:
+            self.actions[copy.position].fetched.append(keys[copy.page])
+        for copy in plan.copies_out:
+            self.actions[copy.position].leaving.append(keys[copy.page])
+        for position, those in ordered.emptied.items():
+            self.actions[position].given_back += those
+        for position, those in (*ordered.dead.items(), *ordered.gone.items()):
+            self.actions[position].dead += those
+        self.start = self._start_set()
+        """Keys of the pages that are on the device, or on their way, when a step begins."""
+        self.wanted = self._wanted()
+        """Keys of the pages among them that are used before they are given back."""
+        self.left_alone = {key for those in ordered.dead.values() for key in those}
+        """Keys of pages that stay as long as they exist."""
+
+    def _start_set(self) -> dict[int, None]:
+        pages, keys = self.ordered.problem.pages, self.ordered.keys
+        moved = {give.page for give in self.planned.plan.give_backs}
+        held = dict.fromkeys(keys[page] for page in range(len(keys)) if page not in moved)
+        born: dict[int, list[int]] = {}
+        for page, key in zip(pages, keys, strict=True):
+            if page.is_born:
+                born.setdefault(page.uses[0], []).append(key)
+        for position, actions in enumerate(self.actions):
+            for key in (*actions.dead, *actions.given_back):
+                held.pop(key, None)
+            held.update(dict.fromkeys((*actions.fetched, *born.get(position, ()))))
+        return held
+
+    def _wanted(self) -> list[int]:
+        pages = dict(zip(self.ordered.keys, self.ordered.problem.pages, strict=True))
+        first_given: dict[int, int] = {}
+        for position, actions in enumerate(self.actions):
+            for key in (*actions.dead, *actions.given_back):
+                first_given.setdefault(key, position)
+        size = len(self.actions)
+        return [key for key in self.start if min(use % size for use in pages[key].uses) < first_given.get(key, size)]
+
+
+class Replay:
+    """The plans of the kinds of step seen so far, and the step that follows one of them.
+
+    It is wide because a plan is made, followed, left and counted here.
+    """
+
+    def __init__(self, register: Register, copies: Copies, course: Course, *, is_one_memory: bool):
+        self._register, self._copies, self._course = register, copies, course
+        self._is_one_memory = is_one_memory
+        self.host_bytes_per_s: float | None = None
+        """The rate at which updates on the host read and wrote its memory, beside copies; ``None`` before the first."""
+        self._scripts: dict[StepOrder, Script] = {}
+        """By order. There is none where no plan keeps the budget."""
+        self._planned_for: dict[StepOrder, Sequence[int]] = {}
+        """The bytes outside of pages that each order was planned for last."""
+        self._thread: threading.Thread | None = None
+        self._script: Script | None = None
+        """The plan that the step under way follows."""
+        self._done = -1
+        """Place of the last operator before which everything was done."""
+        self._was_planned = False
+        """Whether the step before followed a plan to its end."""
+        self.wants_split = False
+        """Whether the next plan of a step with updates says which of them are the host's."""
+        self.split: frozenset[int] | None = None
+        """Keys of the weights that the host should update, once they are planned."""
+        self.num_steps = 0
+        """Number of steps that followed a plan from the beginning to the end."""
+        self.num_left = 0
+        """Number of steps that did otherwise than their plan."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the step under way follows a plan so far."""
+        return self._script is not None
+
+    def script_of(self, order: StepOrder | None) -> Script | None:
+        """Return the plan of a kind of step, if there is one."""
+        return None if order is None else self._scripts.get(order)
+
+    @property
+    def predicted_step_s(self) -> float | None:
+        """Seconds that the last step takes by its plan; ``None`` if it has none."""
+        script = self.script_of(self._course.last)
+        return None if script is None else script.planned.simulated.step_s
+
+    # Planning
+
+    def prepare(self, *, is_waited_for: bool = False) -> None:
+        """Plan the kind of step that has just ended, beside what follows, if it is measured and has no plan yet."""
+        order = self._course.last
+        if order is None or not self._course.has_details(order):
+            return
+        if not self._is_new(order) or (self._thread is not None and self._thread.is_alive()):
+            return
+        self._planned_for = {known: sizes for known, sizes in self._planned_for.items() if known in self._course.orders}
+        self._planned_for[order] = order.others_bytes
+        self._scripts = {known: script for known, script in self._scripts.items() if known in self._planned_for}
+        thread = threading.Thread(target=self._plan, args=(order, self._rates()), name="penstock planning", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no memory for a stack: steps go on without a plan
+            thread.start()
+            self._thread = thread
+            if is_waited_for:
+                thread.join()
+
+    def _is_new(self, order: StepOrder) -> bool:
+        """Whether an order was not planned yet, or for less memory outside of pages than it takes."""
+        before = self._planned_for.get(order)
+        if before is None or before is order.others_bytes:
+            return before is None
+        if self._is_one_memory:
+            return any(now > then for now, then in zip(order.others_bytes, before, strict=True))
+        return max(order.others_bytes) > max(before)
+
+    def _plan(self, order: StepOrder, rates: Rates) -> None:
+        """Plan a kind of step, in a thread: training goes on meanwhile, and does so also if this fails."""
+        if self.wants_split and order.details is not None and order.details.updates_on_device:
+            self.wants_split = False
+            self.split = best_split(order, self._course.even_bytes, rates)
+            if self.split:
+                return  # the next steps are others
+        ordered = problem_of(order, self._course.even_bytes, rates, is_one_memory=self._is_one_memory)
+        if ordered is not None:
+            with contextlib.suppress(BudgetError):  # the online path may find a way, or says what is missing
+                self._scripts[order] = Script(order, ordered, best_plan([ordered.problem]))
+
+    def _rates(self) -> Rates:
+        out, into = self._copies.waterfall.rates_bytes_per_s()
+        in_bytes_per_s, out_bytes_per_s = max(into or _UNKNOWN_BYTES_PER_S, 1.0), max(out or _UNKNOWN_BYTES_PER_S, 1.0)
+        return Rates(
+            in_bytes_per_s=in_bytes_per_s,
+            out_bytes_per_s=out_bytes_per_s,
+            both_in_bytes_per_s=in_bytes_per_s,
+            both_out_bytes_per_s=out_bytes_per_s,
+            host_bytes_per_s=self.host_bytes_per_s or _UNKNOWN_BYTES_PER_S,
+        )
+
+    # A step
+
+    def begin_step(self) -> None:
+        """Begin a step, which follows a plan if there is one for the kind of step that is expected."""
+        script = self.script_of(self._course.order)
+        # A plan repeats its kind. From another kind's end it moved a tenth more than no plan does.
+        if self._is_one_memory and self._course.order is not self._course.last:
+            script = None
+        self._script, self._done = script, -1
+        if script is not None:
+            self._bridge(script)
+            self._copies.waterfall.is_quiet = True
+
+    def _bridge(self, script: Script) -> None:
+        """Bring about what the plan begins with, if the step before did not."""
+        copies, register = self._copies, self._register
+        if not self._was_planned:  # a copy out that was taken back has its storage until somebody asks the device
+            copies.waterfall.drain()
+        for other in register:
+            is_left_alone = other.key in script.start or other.key in script.left_alone or other in register.pinned
+            if other.held_bytes() and not is_left_alone:
+                self._give_back(other)
+        limit = self._course.limit(0)
+        for key in script.wanted:
+            page = register.with_key(key)
+            if page is not None and not page.held_bytes() and copies.held_bytes + page.size_bytes <= limit:
+                copies.prefetch(page)
+
+    def need(
+        self,
+        position: int,
+        pages: Sequence[Page],
+        written: Collection[Page],
+        *,
+        is_overwritten: bool,
+        is_noted: bool,
+    ) -> bool:
+        """Do what the plan has for the operator at that place, whose pages these are.
+
+        Returns ``False`` if the plan was left, so that the rest is decided operator by operator.
+        """
+        script = self._script
+        if script is None:
+            return False
+        if script.order is not self._course.order or self._register.pinned:
+            return self.leave()
+        if not is_noted and not all(page.held_bytes() for page in pages):
+            position = min(position + 1, len(script.actions) - 1)  # a view, by which the next operator begins
+        if position > self._done and not self._act(script, position):
+            return self.leave()
+        for page in pages:
+            if page.is_here:
+                continue
+            is_read = not (is_overwritten and page in written)
+            if not page.is_coming and is_read and not (page.narrow is not None and page.narrow.is_held()):
+                return self.leave()
+        return True
+
+    def _act(self, script: Script, position: int) -> bool:
+        copies, register = self._copies, self._register
+        for place in range(max(self._done, 0), position):
+            self._let_leave(script.actions[place].leaving)
+        self._done = position
+        actions = script.actions[position]
+        for key in actions.dead:
+            copies.drop_dead(key)
+        for key in actions.given_back:
+            page = register.with_key(key)
+            if page is None:
+                copies.drop_dead(key)
+            elif page.is_here:
+                self._give_back(page)
+        for key in actions.fetched:
+            page = register.with_key(key)
+            if page is not None and not page.held_bytes() and not copies.prefetch(page):
+                return False
+        limit = self._course.limit(position)
+        if copies.held_bytes > limit:  # somebody keeps what was dead, or a copy out that was taken back still reads it
+            copies.waterfall.drain()
+            copies.sweep()
+        return copies.held_bytes <= limit
+
+    def _give_back(self, page: Page) -> None:
+        self._copies.leave(page)
+        if page.is_here:
+            self._copies.give_back(page)
+
+    def _let_leave(self, keys: Sequence[int]) -> None:
+        for key in keys:
+            page = self._register.with_key(key)
+            if page is not None and page.is_here:
+                self._copies.leave(page)
+
+    def leave(self) -> bool:
+        """Leave the plan for the rest of the step; return ``False``."""
+        self._script = None
+        self.num_left += 1
+        self._copies.waterfall.is_quiet = False
+        self._course.rank_again()
+        return False
+
+    def end_step(self, *, is_whole: bool) -> None:
+        """End a step."""
+        script, self._script = self._script, None
+        self._copies.waterfall.is_quiet = self._was_planned = False
+        self._copies.waterfall.reap()  # once a step: what has ended gives its space back
+        if script is None:
+            return
+        if not is_whole or self._done != len(script.actions) - 1:
+            self.num_left += 1
+            return
+        self._let_leave(script.actions[self._done].leaving)
+        self._was_planned = True
+        self.num_steps += 1
