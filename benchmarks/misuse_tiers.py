@@ -179,6 +179,7 @@ USES |= {
             "reserve": lambda waterfall: {"size_bytes": 4096},
             "borrow": lambda waterfall: {"original": _left(waterfall)},
             "give_back": lambda _: {"storage": torch.arange(1000).untyped_storage()},
+            "hand_over": lambda _: {"storage": torch.arange(1000).untyped_storage()},
             "bound_in_flight": lambda _: {"size_bytes": 2**27},
         },
     ),

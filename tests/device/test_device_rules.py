@@ -25,7 +25,7 @@ from penstock.unified._order import DeviceOrder
 from waiting import PATIENCE_S
 
 SOURCE = Path(penstock.__file__).parent
-ROOMS = ("tiers", "offload", "fleet", "unified")
+ROOMS = ("tiers", "state", "training", "offload", "fleet", "unified")
 WAITS = {"wait": None, "share": None, "synchronize": None, "is_done": True}
 """Methods of `Streams` that keep an order, and what they answer when they are taken away."""
 FINISHES = {"finish": None, "finish_current": None}

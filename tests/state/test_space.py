@@ -5,7 +5,7 @@ import pytest
 from penstock.state import _space
 from penstock.state._course import Course
 from penstock.state._pace import Pace
-from penstock.state._page import PageKind
+from penstock.state._page import PageKind, PageState
 from penstock.state._register import Register
 from penstock.state._space import PageSpace
 
@@ -15,15 +15,16 @@ SIZE = 2**20
 class Page:
     """A page without a storage."""
 
-    narrow = wide = on_host = None
-    is_dead = is_coming = False
+    narrow = wide = host_work = None
+    is_dead = False
     stays_until = last_use = 0
 
     def __init__(self, key, is_here):
         self.key, self.is_here, self.size_bytes, self.kind = key, is_here, SIZE, PageKind.PARAMETER
+        self.state = PageState.HERE if is_here else PageState.AWAY
 
     def held_bytes(self):
-        return self.size_bytes if self.is_here or self.is_coming else 0
+        return 0 if self.state is PageState.AWAY else self.size_bytes
 
 
 class Copies:
@@ -39,9 +40,7 @@ class Copies:
 
     def leave(self, page):
         self.out.append(page)
-
-    def is_leaving(self, page):
-        return page in self.out
+        page.state = PageState.LEAVING
 
     def settle_finished(self):
         pass
@@ -49,11 +48,11 @@ class Copies:
     def end(self):
         """Let the oldest copy out end."""
         page = self.out.pop(0)
-        page.is_here = False
+        page.is_here, page.state = False, PageState.AWAY
         self.held_bytes -= page.size_bytes
 
     def prefetch(self, page):
-        page.is_coming = True
+        page.state = PageState.COMING
         self.held_bytes += page.size_bytes
         self.fetched.append(page)
         return True

@@ -9,7 +9,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from penstock.errors import TierReadError
 from penstock.state._guard import allow_access, refuse_access
-from penstock.state._page import Page, PageKind
+from penstock.state._page import Page, PageKind, PageState
 from penstock.state._register import Register
 from penstock.tiers import Handle, HandleState, Waterfall
 
@@ -46,6 +46,10 @@ class Copies:
         self._dying: list[Handle] = []
         """Handles of dropped pages whose copies out were under way, and whose memory is free only when these end."""
 
+    def begun(self, page: Page) -> None:
+        """Count a page that has just begun, on the device."""
+        self.held_bytes += page.held_bytes()
+
     # Out
 
     def leave(self, page: Page) -> None:
@@ -54,7 +58,7 @@ class Copies:
         if storage is None:
             self.drop(page)
             return
-        if page.is_coming:
+        if page.state is PageState.COMING:
             self._refuse(page, storage)
         if not page.is_here:
             return
@@ -73,9 +77,8 @@ class Copies:
                 outdated = self._outdated.pop(page, None)
                 page.handle = self.waterfall.park(storage, page.label, outdated=outdated, spare=self._spare)
             self.parked_bytes[page.kind] += page.size_bytes
-        if page not in self._leaving:
-            self._leaving[page] = None
-            self.leaving_bytes += page.size_bytes
+        if page.state is PageState.HERE:
+            self._put(page, PageState.LEAVING)
         if page.is_clean:
             self._empty(page)
 
@@ -86,20 +89,27 @@ class Copies:
             self.parked_bytes[kind] += page.size_bytes
         page.call(name, kind)
 
-    def is_leaving(self, page: Page) -> bool:
-        """Return whether a page on the device will be emptied."""
-        return page in self._leaving
-
     def is_read(self, page: Page) -> bool:
         """Return whether a copy out may still read a page's memory."""
         is_leaving = page.handle is not None and page.handle.state is HandleState.LEAVING
-        return is_leaving or bool(page.stale) or page in self._leaving
+        return is_leaving or bool(page.stale) or page.state is PageState.LEAVING
 
     def stay(self, page: Page) -> None:
         """Keep a page that was about to leave."""
-        if page in self._leaving:
+        if page.state is PageState.LEAVING:
+            self._put(page, PageState.HERE)
+
+    def _put(self, page: Page, state: PageState) -> None:
+        """Change a page's state, and what is counted by it."""
+        if page.state is PageState.LEAVING:
             del self._leaving[page]
             self.leaving_bytes -= page.size_bytes
+        self.held_bytes -= page.held_bytes()
+        page.become(state)
+        self.held_bytes += page.held_bytes()
+        if state is PageState.LEAVING:
+            self._leaving[page] = None
+            self.leaving_bytes += page.size_bytes
 
     def settle(self, page: Page, now: int) -> bool:
         """Wait until a page has left; return ``False`` if it cannot.
@@ -108,7 +118,7 @@ class Copies:
         while, whatever the budget is, so that the step can finish. ``now`` is the number of operators so far.
         """
         for attempt in range(_TRIES if now >= self._stuck_until else 1):
-            if page not in self._leaving:
+            if page.state is not PageState.LEAVING:
                 return True
             assert page.handle is not None
             if self.give_back(page):
@@ -156,20 +166,15 @@ class Copies:
         allow_access(page, storage)  # or it could not be resized
         self.waterfall.give_back(storage)
         storage.resize_(0)
-        self._gone(page)
+        if page.state is not PageState.AWAY:
+            self._put(page, PageState.AWAY)
         refuse_access(page, storage)
-
-    def _gone(self, page: Page) -> None:
-        self.stay(page)
-        self.held_bytes -= page.held_bytes()
-        page.is_here = page.is_coming = False
 
     # In
 
     def arrived(self, page: Page) -> None:
         """Count a page whose storage has its bytes, or at least its memory."""
-        self.held_bytes += page.size_bytes - page.held_bytes()
-        page.is_here, page.is_coming = True, False
+        self._put(page, PageState.HERE)
 
     def take_back(self, page: Page, storage: torch.UntypedStorage) -> None:
         """Empty a page whose bytes did not arrive, or are not wanted any more."""
@@ -184,15 +189,15 @@ class Copies:
             return
         assert page.handle is not None or page.narrow is not None
         allow_access(page, storage)
-        if page.handle is not None and (is_read or page.is_coming):
+        if page.handle is not None and (is_read or page.state is PageState.COMING):
             try:
                 with no_dispatch():
                     page.handle.get(into=storage)
             except BaseException:
                 if page.handle.state is not HandleState.ARRIVING:
                     self.take_back(page, storage)
-                elif not page.is_coming:  # interrupted while the copy is under way
-                    self._is_coming(page)
+                elif page.state is PageState.AWAY:  # interrupted while the copy is under way
+                    self._put(page, PageState.COMING)
                 raise
             self.fetched_bytes[page.kind] += page.size_bytes
         else:
@@ -207,15 +212,11 @@ class Copies:
             return False
         allow_access(page, storage)
         with no_dispatch():
-            if not page.handle.prefetch(into=storage, after=page.on_host):
+            if not page.handle.prefetch(into=storage, after=page.host_work):
                 refuse_access(page, storage)
                 return False
-        self._is_coming(page)
+        self._put(page, PageState.COMING)
         return True
-
-    def _is_coming(self, page: Page) -> None:
-        page.is_coming = True
-        self.held_bytes += page.size_bytes
 
     def _refuse(self, page: Page, storage: torch.UntypedStorage) -> None:
         """Undo a copy in that was begun in vain."""
@@ -257,7 +258,9 @@ class Copies:
         storage = page.storage() if page.is_here else None  # what is left behind elsewhere stays refused
         if storage is not None:
             allow_access(page, storage)
-        self._gone(page)
+            self.waterfall.hand_over(storage)
+        if page.state is not PageState.DROPPED:
+            self._put(page, PageState.DROPPED)
         page.narrow = None
         if page.handle is not None and page.handle.state is HandleState.LEAVING:
             if self.waterfall.is_quiet:  # nobody would notice that the copy has ended

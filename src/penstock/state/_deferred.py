@@ -10,6 +10,7 @@ from penstock.state._page import Page
 from penstock.state._past import do_pending
 from penstock.stepping import State
 from penstock.storages import id_or_zero
+from penstock.tiers import HostWork
 
 
 class DueState(dict[str, Any]):  # any: see `State`
@@ -46,6 +47,8 @@ class Deferred:
 
     It does not refer to itself, so that no reference cycle keeps its gradient alive.
     """
+
+    host_work: HostWork | None = None
 
     def __init__(
         self,
@@ -92,7 +95,7 @@ class Deferred:
         """Do the update, if it is still due, within the handling of another operator, too."""
         do_pending(self.pages)
 
-    def drop(self) -> None:
+    def forget(self) -> None:
         """Do not wait for anybody any more."""
         for page in self.pages:
             page.pending = None
@@ -102,7 +105,7 @@ class Deferred:
 
     def __call__(self) -> None:
         parameter = self.parameter
-        self.drop()
+        self.forget()
         for page in self.pages:
             self._allow(page)
         calm = torch.inference_mode(False), torch.no_grad(), torch.autocast(parameter.device.type, enabled=False)

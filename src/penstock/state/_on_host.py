@@ -145,8 +145,8 @@ class Update(HostStep):
         self._numbers: State = {}
         """Entries of the state that are not pages and that the update changes."""
         for page in self._involved():
-            page.pending, page.on_host = self.finish, self
-        due.put_off_small(self.finish)
+            page.pending = self
+        due.put_off_small(self)
 
     @property
     def parameter(self) -> torch.Tensor:
@@ -166,16 +166,18 @@ class Update(HostStep):
         for settling in self._settling:
             settling.wait()
 
-    def finish(self) -> None:
+    @property
+    def host_work(self) -> HostStep:
+        return self
+
+    def __call__(self) -> None:
         """Complete the update now, because somebody needs one of its pages."""
         start_s = time.perf_counter()
         self._owner.lane.hurry(self)
         self.wait()
         self._owner.pages.copies.stall_s += time.perf_counter() - start_s
         is_there = not self._is_missed
-        self._due.drop_small()
-        for page in self._involved():
-            page.pending = page.on_host = None
+        self.forget()
         if is_there and self.error is None:
             self._owner.pages.outdated(self.pages)
         if self.error is not None:
@@ -190,12 +192,12 @@ class Update(HostStep):
 
     def forget(self) -> None:
         self._due.drop_small()
+        for page in self._involved():
+            page.pending = None
 
     def take_back(self) -> None:
         """Let the update be as if it had never been asked for."""
-        self._due.drop_small()
-        for page in self._involved():
-            page.pending = page.on_host = None
+        self.forget()
         self._wide.scaling = self._scaling
 
     def compute(self) -> None:

@@ -1,12 +1,12 @@
 """A page: a storage that is emptied and filled in place, with its state."""
 
-from collections.abc import Callable
 from enum import Enum
 from typing import Any, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from penstock.errors import InternalError
 from penstock.storages import id_of, is_gone, storage_of
 from penstock.tiers import Handle, HandleState, HostWork
 
@@ -22,6 +22,33 @@ class PageKind(Enum):
     OTHER = "activations"
 
 
+class PageState(Enum):
+    """Where a page's bytes are, by what was begun, and not by what has ended."""
+
+    __hash__ = object.__hash__
+
+    HERE = "here"
+    """On the device, to stay."""
+    LEAVING = "leaving"
+    """On the device, and emptied once a tier below has them."""
+    AWAY = "away"
+    """In a tier below, or in the pages that it is made from."""
+    COMING = "coming"
+    """In a tier below; a copy in has begun, and nobody has asked for the page yet."""
+    DROPPED = "dropped"
+    """No page any more: dead, or somebody else's."""
+
+
+CHANGES = {
+    PageState.HERE: (PageState.LEAVING, PageState.AWAY, PageState.DROPPED),
+    PageState.LEAVING: (PageState.HERE, PageState.AWAY, PageState.DROPPED),
+    PageState.AWAY: (PageState.COMING, PageState.HERE, PageState.DROPPED),
+    PageState.COMING: (PageState.HERE, PageState.AWAY, PageState.DROPPED),
+    PageState.DROPPED: (),
+}
+"""The states that may follow each state."""
+
+
 class Scaling(Protocol):
     """A function that scales a gradient when the gradient is needed."""
 
@@ -31,14 +58,20 @@ class Scaling(Protocol):
         """Return the factor, for use on the host instead."""
 
 
-class OnHost(HostWork, Protocol):
-    """An update on the host that changes a page's bytes in host memory."""
+class Due(Protocol):
+    """An update that is due before anybody works on its pages."""
 
     @property
     def parameter(self) -> torch.Tensor: ...
 
+    @property
+    def host_work(self) -> HostWork | None:
+        """The work of another thread that changes bytes in host memory, which must not be copied meanwhile."""
+
+    def __call__(self) -> None: ...
+
     def forget(self) -> None:
-        """Do not wait for anybody any more who looks at its small states."""
+        """Do not wait for anybody any more."""
 
 
 class Narrow:
@@ -82,7 +115,6 @@ class Page:
         "cast",
         "handle",
         "identity",
-        "is_coming",
         "is_here",
         "is_refused",
         "key",
@@ -91,12 +123,12 @@ class Page:
         "narrow",
         "norm",
         "num_writes",
-        "on_host",
         "pending",
         "rank",
         "scaling",
         "size_bytes",
         "stale",
+        "state",
         "stays_until",
         "wide",
     )
@@ -111,12 +143,10 @@ class Page:
         self.size_bytes = len(storage)
         self.handle: Handle | None = None
         """The handle of a copy in a lower tier, finished or under way; ``None`` if the bytes are only on the device."""
-        self.pending: Callable[[], None] | None = None
+        self.pending: Due | None = None
         """The update that is due before anybody works on this page."""
         self.scaling: Scaling | None = None
         """The scaling, for clipping, that is due before anybody works on this page."""
-        self.on_host: OnHost | None = None
-        """The update that changes its bytes in host memory; meanwhile they must not be copied."""
         self.narrow: Narrow | None = None
         """The tensors that it is the sum of, if any. Such a page is emptied without a copy."""
         self.cast: Page | None = None
@@ -127,11 +157,11 @@ class Page:
         """For a gradient: the call that asked for its norm, the page's number of writes at the time, and the norm."""
         self.stale: list[Handle] = []
         """Handles of copies out that were under way when the bytes changed. They still read the storage."""
+        self.state = PageState.HERE
         self.is_here = True
+        """Whether its bytes are on the device: `PageState.HERE` or ``LEAVING``. Asked for at every operator."""
         self.is_refused = False
         """Whether its memory is refused to whoever asks for it."""
-        self.is_coming = False
-        """Whether its copy in has begun, and nobody has asked for it yet."""
         self.last_use = self.stays_until = self.num_writes = 0
         self.rank = 0.0
         """Among the pages on the device, the one with the lowest rank leaves first."""
@@ -149,6 +179,18 @@ class Page:
     def is_dead(self) -> bool:
         """Whether no tensor uses the storage any more."""
         return is_gone(self._weak)
+
+    @property
+    def host_work(self) -> HostWork | None:
+        """The work that changes its bytes in host memory, if any is due."""
+        return None if self.pending is None else self.pending.host_work
+
+    def become(self, state: PageState) -> None:
+        """Change the state. Raises ``InternalError`` where `CHANGES` has no such change."""
+        if state not in CHANGES[self.state]:
+            raise InternalError(f"{self.label} is {self.state.value} and cannot become {state.value}")
+        self.state = state
+        self.is_here = state is PageState.HERE or state is PageState.LEAVING
 
     @property
     def is_at_hand(self) -> bool:
@@ -179,4 +221,4 @@ class Page:
 
     def held_bytes(self) -> int:
         """Return the bytes that it takes on the device."""
-        return self.size_bytes if self.is_here or self.is_coming else 0
+        return self.size_bytes if self.is_here or self.state is PageState.COMING else 0

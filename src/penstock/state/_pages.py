@@ -25,7 +25,7 @@ from penstock.state._copies import Copies
 from penstock.state._course import Course
 from penstock.state._guard import allow_access, refuse_access
 from penstock.state._pace import Pace
-from penstock.state._page import Page, PageKind
+from penstock.state._page import Page, PageKind, PageState
 from penstock.state._register import Register
 from penstock.state._replay import Replay
 from penstock.state._space import PageSpace
@@ -86,7 +86,7 @@ class Pages:
             if any(other.register.find(id_of(storage)) is not None for other in list(_open) if other is not self):
                 return
             page = self.register.add(storage, kind, name, self.course.place(kind, name))
-            self.copies.held_bytes += page.size_bytes
+            self.copies.begun(page)
             self.course.begun(page)
 
     def claim(self, identity: int) -> None:
@@ -94,8 +94,6 @@ class Pages:
         for other in list(_open):
             page = None if other is self else other.register.find(identity)
             if page is not None:
-                backend = backend_of(self._device)
-                backend.finish()  # copies from here may read memory of the other's lane, which is about to be used
                 other.let_go(page)
 
     def let_go(self, page: Page) -> None:
@@ -196,7 +194,7 @@ class Pages:
             made_bytes = 0  # it is part of what was measured
         self._space.make(made_bytes + sum([page.size_bytes - page.held_bytes() for page in missing]), pages, limit)
         # The next copies in are queued before this operator's are waited for, unless those have not begun yet.
-        is_early = is_noted and all(page.is_coming for page in missing)
+        is_early = is_noted and all(page.state is PageState.COMING for page in missing)
         if is_noted:
             course.rank_used(pages, position)
         if is_early:

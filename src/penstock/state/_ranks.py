@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from penstock.state._copies import Copies
 from penstock.state._order import StepOrder
-from penstock.state._page import Page
+from penstock.state._page import Page, PageState
 
 _DYING_NEEDS = 16
 """Operators for which a page that nobody needs again stays. Most such pages are freed by then, without a copy."""
@@ -62,7 +62,7 @@ class Ranks:
         while self._heap and victim is None:
             entry = heapq.heappop(self._heap)
             rank, _, page = entry
-            if rank != page.rank or not page.held_bytes() or copies.is_leaving(page):
+            if rank != page.rank or not page.held_bytes() or page.state is PageState.LEAVING:
                 continue
             if page.wide is not None and page.wide.is_dead:
                 copies.drop(page.wide)  # only this page may have kept that one

@@ -17,7 +17,7 @@ from penstock.state._course import Course
 from penstock.state._order import StepOrder
 from penstock.state._order_problem import OrderedProblem, problem_of
 from penstock.state._order_split import best_split
-from penstock.state._page import Page
+from penstock.state._page import Page, PageState
 from penstock.state._plan import PlannedStep, best_plan
 from penstock.state._problem import Rates
 from penstock.state._register import Register
@@ -238,7 +238,11 @@ class Replay:
             if page.is_here:
                 continue
             is_read = not (is_overwritten and page in written)
-            if not page.is_coming and is_read and not (page.narrow is not None and page.narrow.is_held()):
+            if (
+                page.state is not PageState.COMING
+                and is_read
+                and not (page.narrow is not None and page.narrow.is_held())
+            ):
                 return self.leave()
         return True
 

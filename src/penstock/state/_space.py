@@ -116,7 +116,8 @@ class PageSpace:
             for part in parts:
                 if part.held_bytes():
                     continue
-                if part.on_host is not None and not part.on_host.is_done:
+                work = part.host_work
+                if work is not None and not work.is_done:
                     return None
                 missing.append(part)
         return missing

@@ -134,9 +134,9 @@ class Updates:
                 loss = closure()
         optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler would warn that no step came before
         for page in list(self._pages):
-            is_of_this_step = page.on_host is not None and id(page.on_host.parameter) in self._updated
-            if page.pending is not None and not is_of_this_step:  # a weight that nobody has used since the last step
-                page.pending()
+            due = page.pending
+            if due is not None and id(due.parameter) not in self._updated:  # nobody has used it since the last step
+                due()
         if self._is_planned and self._host is not None:
             self._follow_split(self._host)
         settings = settings_of(self._optimizer)
@@ -285,7 +285,7 @@ class Updates:
         if not state or gradient is None or gradient.layout is not torch.strided or not self._may_defer:
             return False
         pages = [self._pages.find(id_or_zero(tensor)) for tensor in (parameter, gradient, *tensors_in(state))]
-        return all(page is None or (page.is_here and page.pending is page.scaling is None) for page in pages)
+        return all(page is None or (page.is_here and page.pending is None and page.scaling is None) for page in pages)
 
     def _update_together(self, parameters: Sequence[torch.Tensor]) -> None:
         """Update parameters that are on the device, as many at a time as operators on lists take."""
@@ -370,10 +370,8 @@ class Updates:
         if self._host is not None:
             self._host.close()
         for page in self._pages:
-            if isinstance(page.pending, Deferred):
-                page.pending.drop()
-            if page.on_host is not None:
-                page.on_host.forget()
-            page.pending = page.scaling = page.on_host = None
+            if page.pending is not None:
+                page.pending.forget()
+            page.pending = page.scaling = None
         self._forget_updated()
         self._is_broken = False

@@ -65,6 +65,11 @@ class LaneMemory:
         if after is not None:
             self._let_wait(after)
 
+    def hand_over(self, storage: torch.UntypedStorage) -> None:
+        """Let others have a storage's memory: whoever gets it next waits for what uses it on the current stream."""
+        if self._forget(storage.data_ptr()):
+            self._streams.share(storage, self._streams.current())
+
     def _wait_for_all(self) -> None:
         self._let_wait(self._streams.record(self._streams.current(), is_timed=False))
 

@@ -111,6 +111,9 @@ class MemoryMover:
     def give_back(self, storage: torch.UntypedStorage) -> None:
         """Do nothing: the work that used it is done."""
 
+    def hand_over(self, storage: torch.UntypedStorage) -> None:
+        """Do nothing, as for `give_back`."""
+
     def before_write(self, handle: Handle) -> None:
         """Do nothing: what a lane reads after the write is never used, so it does no harm."""
 

@@ -72,6 +72,9 @@ class Mover(Protocol):
     def give_back(self, storage: torch.UntypedStorage) -> None:
         """Let whoever gets the storage's memory, which is about to be freed, wait for the work that uses it."""
 
+    def hand_over(self, storage: torch.UntypedStorage) -> None:
+        """Let others have the storage, who free its memory without giving it back."""
+
     def before_write(self, handle: Handle) -> None:
         """Make later work of the device wait until the copy out has read the storage."""
 

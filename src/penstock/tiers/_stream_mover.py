@@ -208,6 +208,10 @@ class StreamMover:
         if self._memory is not None:
             self._memory.give_back(storage.data_ptr())
 
+    def hand_over(self, storage: torch.UntypedStorage) -> None:
+        if self._memory is not None:
+            self._memory.hand_over(storage)
+
     def before_write(self, handle: Handle) -> None:
         transit = handle.record.transit
         if isinstance(transit, Transit) and transit.direct is not None:

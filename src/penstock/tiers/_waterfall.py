@@ -149,6 +149,12 @@ class Waterfall:
             raise must_be("storage", "a torch.UntypedStorage", storage, _GIVE_BACK)
         self._mover.give_back(storage)
 
+    def hand_over(self, storage: torch.UntypedStorage) -> None:
+        """Let others have a storage that ``prefetch`` or ``get`` has filled, for which nobody will call `give_back`."""
+        if not isinstance(storage, torch.UntypedStorage):
+            raise must_be("storage", "a torch.UntypedStorage", storage, _GIVE_BACK.replace("give_back", "hand_over"))
+        self._mover.hand_over(storage)
+
     def reap(self) -> None:
         """Drop device copies whose copy out is complete, and free the space of garbage-collected handles."""
         self._traffic.reap()

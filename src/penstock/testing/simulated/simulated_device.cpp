@@ -394,6 +394,10 @@ class Call {
     const bool is_reshaped = operand.alias.sizes() != operand.ours.sizes() || operand.alias.strides() != operand.ours.strides();
     if (is_reshaped) set_shape(operand.ours, operand.alias.sizes(), operand.alias.strides(), operand.ours.storage_offset());
     written_.push_back(operand.ours);
+    {
+      std::lock_guard<std::mutex> guard(bookkeeping);
+      poison(operand.ours.const_data_ptr(), on);
+    }
     if (!is_late_ && !(is_reshaped && operand.alias.numel())) return;
     on.push([to = alias_of(operand.ours), from = operand.alias]() mutable {
       at::AutoDispatchBelowADInplaceOrView below_autograd;
