@@ -126,6 +126,54 @@ def test_settled_steps_ask_nothing_and_move_what_is_planned(device, asked, case,
 
 
 @pytest.mark.parametrize("update", ["device", "host"])
+def test_steps_that_come_in_turns_ask_nothing_either(device, asked, update):
+    """A context around each of three micro-batches: what one leaves on the device is what the plan of the next says."""
+
+    def micro_step(model, optimizer, number):
+        tokens = torch.randint(256, (4, 64), generator=torch.Generator().manual_seed(number)).to(device)
+        loss = model(tokens, tokens)
+        loss.backward()
+        if number % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    num_steps = 48
+    model, optimizer = make(device, checkpointed=False)
+    plain = [micro_step(model, optimizer, number).item() for number in range(num_steps)]
+    own_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    del model, optimizer
+    gc.collect()
+    model, optimizer = make(device, checkpointed=False)
+    budget = probe.held_bytes(device) + own_bytes // 2 + 2**21
+    with contextlib.closing(offload.training(model, optimizer, budget, host="64MiB", update=update)) as training:
+        pages = training._managed.pages
+        losses, moved, num_asked = [], [], []
+        for number in range(num_steps):
+            with training:
+                asked.clear()
+                losses.append(micro_step(model, optimizer, number))
+                num_asked.append(sum(asked.values()))
+            copies = pages.copies
+            moved.append(
+                (sum(copies.fetched_bytes.values()), sum(copies.parked_bytes.values()), pages.replay.num_steps)
+            )
+        script = pages.replay.script_of(pages.course.last)
+        problem, plan = script.ordered.problem, script.planned.plan
+        verify(problem, plan)
+        fetched, parked, num_planned = (after - before for after, before in zip(moved[-1], moved[-4], strict=True))
+        assert num_asked[-3:] == [0, 0, 0]
+        assert num_planned == 3
+        assert fetched == plan.in_bytes(problem) > 0
+        assert parked == plan.out_bytes(problem) > 0
+        assert training._progress.peak_bytes <= pages.course.budget_bytes
+        if update == "device":
+            assert [loss.item() for loss in losses] == plain
+        else:
+            assert [loss.item() for loss in losses] == pytest.approx(plain, abs=2e-3)
+
+
+@pytest.mark.parametrize("update", ["device", "host"])
 def test_planned_steps_forget_the_copies_that_have_ended(prompt_device, update):
     """Once a step, since nobody asks in it: else space below, and events, would grow from step to step."""
     model, optimizer = make(prompt_device, checkpointed=False)

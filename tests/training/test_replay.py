@@ -118,6 +118,54 @@ def test_replayed_steps_are_plains(tmp_path, name, recompute, share):
     assert_equal(losses, model, plain)
 
 
+def micro_steps(context, model, optimizer, num_turns, seen=None):
+    """Train with a context around each of three micro-batches."""
+    losses = []
+    for number, tokens in enumerate(batches(3 * num_turns)):
+        with context:
+            loss = loss_of(model, tokens)
+            loss.backward()
+            losses.append(loss.item())
+            if number % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        if seen is not None:
+            seen()
+    return losses
+
+
+@pytest.mark.parametrize("recompute", [None, "not reentrant"])
+def test_steps_that_come_in_turns_have_a_plan_together(tmp_path, recompute):
+    num_turns = 14  # the plan of step 32, which is measured again, is followed from the turn after that
+    model = make_model(recompute)
+    torch.manual_seed(1)
+    plain = micro_steps(contextlib.nullcontext(), model, make_optimizer(model), num_turns), list(model.parameters())
+    model = make_model(recompute)
+    optimizer = make_optimizer(model)
+    with opened(tmp_path, model, optimizer, 0.4) as context:
+        replay, copies = context._managed.pages.replay, context._managed.pages.copies
+        moved = []
+
+        def note():
+            script = replay.script_of(context._managed.pages.course.last)
+            fetched, parked = sum(copies.fetched_bytes.values()), sum(copies.parked_bytes.values())
+            moved.append((fetched, parked, replay.num_steps, script and script.planned))
+
+        torch.manual_seed(1)
+        losses = micro_steps(context, model, optimizer, num_turns, note)
+        script = replay.script_of(context._managed.pages.course.last)
+        problem, plan = script.ordered.problem, script.planned.plan
+        verify(problem, plan)
+        assert len({id(planned) for _, _, _, planned in moved[-4:]}) == 1
+        pairs = zip(moved[-1][:3], moved[-4][:3], strict=True)
+        fetched, parked, num_steps = (after - before for after, before in pairs)
+        assert num_steps == 3
+        assert fetched == plan.in_bytes(problem) > 0
+        assert parked == plan.out_bytes(problem) > 0
+        assert context.statistics().predicted_step_s == pytest.approx(script.planned.simulated.step_s / 3)
+    assert_equal(losses, model, plain)
+
+
 class Interrupted(Exception):
     """What a user's code raises."""
 

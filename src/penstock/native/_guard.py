@@ -43,7 +43,7 @@ def address_of(storage: "torch.UntypedStorage") -> int:
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
+def _library() -> ctypes.PyDLL | None:
     import torch  # which takes a second, and commands that need none import this
 
     source = Path(__file__).parent / "guard.cpp"
@@ -52,7 +52,8 @@ def _library() -> ctypes.CDLL | None:
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
     )
     try:
-        library = ctypes.CDLL(str(compile_extension(source, flags, versions=torch.__version__)))
+        # These take nanoseconds: whoever lets other threads go on meanwhile waits for them afterwards.
+        library = ctypes.PyDLL(str(compile_extension(source, flags, versions=torch.__version__)))
     except (PenstockError, OSError):
         return None
     library.penstock_refuse.argtypes = [ctypes.c_void_p, ctypes.c_char_p]

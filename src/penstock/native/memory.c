@@ -8,11 +8,15 @@
  *
  * While nothing is recorded it costs a call and a comparison. A recording has what its own thread takes, and what any
  * thread gives back, since autograd and queues free in other threads what this one has made.
+ *
+ * In the same place a few large blocks may be kept for whoever takes the next of their size. Malloc maps and unmaps each
+ * one, and whoever touches it first pays a page fault for every 4 KiB.
  */
 
 #define _GNU_SOURCE
 #include <elf.h>
 #include <link.h>
+#include <malloc.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -30,7 +34,7 @@ enum { BY_CALL = R_AARCH64_JUMP_SLOT, BY_ADDRESS = R_AARCH64_GLOB_DAT };
 enum { BY_CALL = -1, BY_ADDRESS = -1 };
 #endif
 
-enum { FIRST_EVENTS = 1024 };
+enum { FIRST_EVENTS = 1024, LEAST_KEPT_BYTES = 1 << 20, MOST_KEPT = 64 };
 
 typedef struct {
     int64_t time_ns; /* of the real-time clock */
@@ -73,8 +77,57 @@ static void note(void *memory, int64_t size_bytes) {
     pthread_mutex_unlock(&lock);
 }
 
+typedef struct {
+    void *memory;
+    size_t size_bytes;
+} Kept;
+
+static pthread_mutex_t keeping = PTHREAD_MUTEX_INITIALIZER; /* guards the three below */
+static Kept kept[MOST_KEPT]; /* the latest comes last */
+static int num_kept;
+static size_t kept_bytes;
+static _Atomic size_t most_kept_bytes;
+
+static void *remove_kept(int place) {
+    void *memory = kept[place].memory;
+    kept_bytes -= kept[place].size_bytes;
+    memmove(kept + place, kept + place + 1, (size_t)(--num_kept - place) * sizeof(Kept));
+    return memory;
+}
+
+/* Keep a block, in place of the oldest ones; return whether it is kept. */
+static int keep(void *memory) {
+    const size_t most_bytes = atomic_load_explicit(&most_kept_bytes, memory_order_relaxed);
+    const size_t size_bytes = most_bytes ? malloc_usable_size(memory) : 0;
+    if (size_bytes < LEAST_KEPT_BYTES || size_bytes > most_bytes) return 0;
+    void *old[MOST_KEPT];
+    int num_old = 0;
+    pthread_mutex_lock(&keeping);
+    while (num_kept && (num_kept == MOST_KEPT || kept_bytes + size_bytes > most_bytes)) old[num_old++] = remove_kept(0);
+    kept[num_kept++] = (Kept){memory, size_bytes};
+    kept_bytes += size_bytes;
+    pthread_mutex_unlock(&keeping);
+    while (num_old) own_give(old[--num_old]);
+    return 1;
+}
+
+/* Return a block that was kept, of the size asked for or an eighth more; NULL if there is none. */
+static void *take_kept(size_t alignment, size_t size_bytes) {
+    void *memory = NULL;
+    if (size_bytes < LEAST_KEPT_BYTES || !atomic_load_explicit(&most_kept_bytes, memory_order_relaxed)) return NULL;
+    pthread_mutex_lock(&keeping);
+    for (int i = num_kept - 1; i >= 0 && !memory; i--)
+        if (kept[i].size_bytes >= size_bytes && kept[i].size_bytes - size_bytes <= size_bytes / 8 &&
+            (uintptr_t)kept[i].memory % alignment == 0)
+            memory = remove_kept(i);
+    pthread_mutex_unlock(&keeping);
+    return memory;
+}
+
 static int take(void **memory, size_t alignment, size_t size_bytes) {
-    const int error = own_take(memory, alignment, size_bytes);
+    void *known = take_kept(alignment, size_bytes);
+    if (known) *memory = known;
+    const int error = known ? 0 : own_take(memory, alignment, size_bytes);
     if (!error && atomic_load_explicit(&num_recordings, memory_order_relaxed)) note(*memory, (int64_t)size_bytes);
     return error;
 }
@@ -82,7 +135,19 @@ static int take(void **memory, size_t alignment, size_t size_bytes) {
 static void give(void *memory) {
     /* before it is free, since another thread may get it at once */
     if (memory && atomic_load_explicit(&num_recordings, memory_order_relaxed)) note(memory, -1);
-    own_give(memory);
+    if (!memory || !keep(memory)) own_give(memory);
+}
+
+/* Keep up to so many bytes of large blocks that are given back. Returns the most before. */
+int64_t penstock_memory_keep(int64_t size_bytes) {
+    const int64_t before = (int64_t)atomic_exchange(&most_kept_bytes, (size_t)size_bytes);
+    void *old[MOST_KEPT];
+    int num_old = 0;
+    pthread_mutex_lock(&keeping);
+    while (num_kept && kept_bytes > (size_t)size_bytes) old[num_old++] = remove_kept(0);
+    pthread_mutex_unlock(&keeping);
+    while (num_old) own_give(old[--num_old]);
+    return before;
 }
 
 /* Where libc10 keeps the addresses of the functions that it imports. */
@@ -171,8 +236,14 @@ static int look_at(struct dl_phdr_info *library, size_t size, void *data) {
     return 1;
 }
 
-static void before_fork(void) { pthread_mutex_lock(&lock); }
-static void after_fork(void) { pthread_mutex_unlock(&lock); }
+static void before_fork(void) {
+    pthread_mutex_lock(&lock);
+    pthread_mutex_lock(&keeping);
+}
+static void after_fork(void) {
+    pthread_mutex_unlock(&keeping);
+    pthread_mutex_unlock(&lock);
+}
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static int is_watching;

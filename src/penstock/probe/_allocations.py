@@ -33,20 +33,9 @@ _ERRORS = 2
 
 @functools.cache
 def _counter() -> ctypes.CDLL | None:
-    """Return the library that counts; ``None`` if it cannot be had or does not find PyTorch's allocator."""
-    library = native.load("memory")
-    if library is None:
-        return None
-    library.penstock_memory_watch.argtypes = []
-    library.penstock_memory_watch.restype = ctypes.c_int64
-    library.penstock_memory_begin.argtypes = []
-    library.penstock_memory_begin.restype = ctypes.c_void_p
-    library.penstock_memory_end.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)]
-    library.penstock_memory_end.restype = ctypes.c_int64
-    library.penstock_memory_free.argtypes = [ctypes.c_void_p]
-    library.penstock_memory_free.restype = None
-    torch.empty(1, device="cpu")  # the allocator has used both of its functions before they are replaced
-    return library if library.penstock_memory_watch() and _sees_blocks(library) else None
+    """Return the library that counts; ``None`` if it cannot be had or does not see PyTorch's allocator."""
+    library = native.memory_library()
+    return library if library is not None and _sees_blocks(library) else None
 
 
 def _sees_blocks(library: ctypes.CDLL) -> bool:

@@ -73,6 +73,16 @@ class Course:
         return self._follower.last
 
     @property
+    def turn(self) -> tuple[StepOrder, ...]:
+        """The kinds of the next steps, if they repeat as the last ones did."""
+        return self._follower.turn
+
+    @property
+    def past(self) -> Sequence[StepOrder]:
+        """The kinds of the last steps, the latest one last."""
+        return self._follower.past
+
+    @property
     def orders(self) -> list[StepOrder]:
         """The orders of all kinds of step that are remembered."""
         return self._follower.orders

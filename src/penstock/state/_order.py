@@ -198,7 +198,7 @@ class Follower:
         self.now = StepOrder()
         self.known: StepOrder | None = None
         """The order that the step has followed so far; ``None`` if there is none."""
-        self._past: list[StepOrder] = []
+        self.past: list[StepOrder] = []
         """The orders of the last steps, the latest one last."""
         self.expected: StepOrder | None = None
         """The order of the next step, as far as is known."""
@@ -206,7 +206,15 @@ class Follower:
     @property
     def last(self) -> StepOrder | None:
         """The order of the step that ended last."""
-        return self._past[-1] if self._past else None
+        return self.past[-1] if self.past else None
+
+    @property
+    def turn(self) -> tuple[StepOrder, ...]:
+        """The kinds of the next steps, if they repeat as the last ones did; empty before the first step."""
+        past = self.past
+        lengths = range(1, len(past) // 2 + 1)
+        length = next((length for length in lengths if past[-length:] == past[-2 * length : -length]), 0)
+        return tuple(past[-length:]) if length else tuple(past[-1:])
 
     def begin(self) -> None:
         """Begin a step, and expect the kind that came next when steps like the last ones came before."""
@@ -242,7 +250,7 @@ class Follower:
         self.orders = [*self.orders, order][-MAX_ORDERS:]
         if self.last is not None:
             self.last.precede(order)
-        self._past = [*self._past, order][-_NUM_PAST:]
-        self.expected = self._after(self._past)
-        self.expected.precede(self._after([*self._past, self.expected]))
+        self.past = [*self.past, order][-_NUM_PAST:]
+        self.expected = self._after(self.past)
+        self.expected.precede(self._after([*self.past, self.expected]))
         return order

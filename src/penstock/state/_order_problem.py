@@ -105,7 +105,12 @@ def _problem(
 
 
 def _are_plain(order: StepOrder, details: Details) -> bool:
-    """Whether the host reads only what began in the step, and writes only what stands and what nobody else writes."""
+    """Whether the host reads only what began in the step, and writes only what stands and what nobody else writes, nor
+    uses later in the step.
+    """
+    asked = {key: update.after for update in details.updates for key in update.writes}
+    if any(place > asked.get(key, place) for place, needed in enumerate(order.needs) for key in needed):
+        return False
     read = {key for update in details.updates for key in update.reads}
     written = {key for update in details.updates for key in update.writes}
     changed = {

@@ -7,8 +7,9 @@ decided operator by operator. A page's state says what has been begun, so any pl
 """
 
 import contextlib
+import itertools
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from penstock.errors import BudgetError
@@ -21,7 +22,11 @@ from penstock.state._page import Page, PageState
 from penstock.state._plan import PlannedStep, best_plan
 from penstock.state._problem import Rates
 from penstock.state._register import Register
+from penstock.state._turns import Turn, joined
 
+Orders = tuple[StepOrder, ...]
+_MOST_OPERATORS = 40_000
+"""The longest turn that is planned: some 2 s of planning."""
 _UNKNOWN_BYTES_PER_S = 5e9
 """The rate of a link on which nothing was copied yet, and of a host that has updated nothing."""
 
@@ -38,53 +43,105 @@ class _Actions:
     """Pages whose copies out begin after the operator."""
 
 
+@dataclass(frozen=True, slots=True)
 class Script:
-    """A plan, as actions by place."""
+    """A plan, as actions by place of one step. Steps that come in turns have a plan together, and a script each."""
 
-    def __init__(self, order: StepOrder, ordered: OrderedProblem, planned: PlannedStep):
-        self.order, self.planned, self.ordered = order, planned, ordered
-        plan, keys = planned.plan, ordered.keys
-        self.actions = [_Actions() for _ in order.needs]
-        for give in plan.give_backs:
-            actions = self.actions[give.position]
-            (actions.dead if give.dies else actions.given_back).append(keys[give.page])
-        for copy in plan.copies_in:
-            self.actions[copy.position].fetched.append(keys[copy.page])
-        for copy in plan.copies_out:
-            self.actions[copy.position].leaving.append(keys[copy.page])
-        for position, those in ordered.emptied.items():
-            self.actions[position].given_back += those
-        for position, those in (*ordered.dead.items(), *ordered.gone.items()):
-            self.actions[position].dead += those
-        self.start = self._start_set()
-        """Keys of the pages that are on the device, or on their way, when a step begins."""
-        self.wanted = self._wanted()
-        """Keys of the pages among them that are used before they are given back."""
-        self.left_alone = {key for those in ordered.dead.values() for key in those}
-        """Keys of pages that stay as long as they exist."""
+    order: StepOrder
+    """The step that it is for."""
+    ordered: OrderedProblem
+    """The problem that was planned, of all steps of the turn."""
+    planned: PlannedStep
+    """Its plan."""
+    actions: list[_Actions]
+    """What is done at each place."""
+    start: frozenset[int]
+    """Keys of the pages that are on the device, or on their way, when the step begins."""
+    wanted: tuple[int, ...]
+    """Keys of the pages among them that are used before they are given back."""
+    left_alone: frozenset[int]
+    """Keys of pages that stay as long as they exist."""
+    step_s: float
+    """Seconds that the step takes by the plan, on average over the turn."""
 
-    def _start_set(self) -> dict[int, None]:
-        pages, keys = self.ordered.problem.pages, self.ordered.keys
-        moved = {give.page for give in self.planned.plan.give_backs}
-        held = dict.fromkeys(keys[page] for page in range(len(keys)) if page not in moved)
-        born: dict[int, list[int]] = {}
-        for page, key in zip(pages, keys, strict=True):
-            if page.is_born:
-                born.setdefault(page.uses[0], []).append(key)
-        for position, actions in enumerate(self.actions):
-            for key in (*actions.dead, *actions.given_back):
+
+def scripts_of(turn: Turn, ordered: OrderedProblem, planned: PlannedStep) -> list[Script]:
+    """Return the scripts of the steps of a turn."""
+    actions = _actions(ordered, planned, len(turn.order.needs))
+    named = [
+        _Actions(
+            *([turn.keys[key] for key in keys] for keys in (each.dead, each.given_back, each.fetched, each.leaving))
+        )
+        for each in actions
+    ]
+    starts = turn.starts
+    held = _held_at(starts[:-1], ordered, planned, actions)
+    left_alone = frozenset(turn.keys[key] for keys in ordered.dead.values() for key in keys)
+    return [
+        Script(
+            order=order,
+            ordered=ordered,
+            planned=planned,
+            actions=named[start:end],
+            start=frozenset(turn.keys[key] for key in held[start]),
+            wanted=tuple(turn.keys[key] for key in _wanted(held[start], start, ordered, actions)),
+            left_alone=left_alone,
+            step_s=planned.simulated.step_s / len(turn.orders),
+        )
+        for order, start, end in zip(turn.orders, starts, starts[1:], strict=False)
+    ]
+
+
+def _actions(ordered: OrderedProblem, planned: PlannedStep, size: int) -> list[_Actions]:
+    """Return what is done at each place of a turn, by its own keys of pages."""
+    plan, keys = planned.plan, ordered.keys
+    actions = [_Actions() for _ in range(size)]
+    for give in plan.give_backs:
+        place = actions[give.position]
+        (place.dead if give.dies else place.given_back).append(keys[give.page])
+    for copy in plan.copies_in:
+        actions[copy.position].fetched.append(keys[copy.page])
+    for copy in plan.copies_out:
+        actions[copy.position].leaving.append(keys[copy.page])
+    for position, emptied in ordered.emptied.items():
+        actions[position].given_back += emptied
+    for position, dead in (*ordered.dead.items(), *ordered.gone.items()):
+        actions[position].dead += dead
+    return actions
+
+
+def _held_at(
+    starts: Sequence[int], ordered: OrderedProblem, planned: PlannedStep, actions: Sequence[_Actions]
+) -> dict[int, tuple[int, ...]]:
+    """Return the pages that are on the device, or on their way, when the operators at ``starts`` come."""
+    pages, keys = ordered.problem.pages, ordered.keys
+    moved = {give.page for give in planned.plan.give_backs}
+    held = dict.fromkeys(keys[page] for page in range(len(keys)) if page not in moved)
+    born: dict[int, list[int]] = {}
+    for page, key in zip(pages, keys, strict=True):
+        if page.is_born:
+            born.setdefault(page.uses[0] % len(actions), []).append(key)
+    found: dict[int, tuple[int, ...]] = {}
+    for _ in range(2):  # the first time from what never leaves, the second from what a turn leaves behind
+        for position, here in enumerate(actions):
+            if position in starts:
+                found[position] = tuple(held)
+            for key in (*here.dead, *here.given_back):
                 held.pop(key, None)
-            held.update(dict.fromkeys((*actions.fetched, *born.get(position, ()))))
-        return held
+            held.update(dict.fromkeys((*here.fetched, *born.get(position, ()))))
+    return found
 
-    def _wanted(self) -> list[int]:
-        pages = dict(zip(self.ordered.keys, self.ordered.problem.pages, strict=True))
-        first_given: dict[int, int] = {}
-        for position, actions in enumerate(self.actions):
-            for key in (*actions.dead, *actions.given_back):
-                first_given.setdefault(key, position)
-        size = len(self.actions)
-        return [key for key in self.start if min(use % size for use in pages[key].uses) < first_given.get(key, size)]
+
+def _wanted(held: Collection[int], start: int, ordered: OrderedProblem, actions: Sequence[_Actions]) -> Iterator[int]:
+    """Yield the pages that are used after ``start`` before they are given back."""
+    size, pages = len(actions), dict(zip(ordered.keys, ordered.problem.pages, strict=True))
+    given: dict[int, int] = {}
+    for position, here in enumerate(actions):
+        for key in (*here.dead, *here.given_back):
+            given[key] = min(given.get(key, size), (position - start) % size)
+    for key in held:
+        if min((use - start) % size for use in pages[key].uses) < given.get(key, size):
+            yield key
 
 
 class Replay:
@@ -98,10 +155,10 @@ class Replay:
         self._is_one_memory = is_one_memory
         self.host_bytes_per_s: float | None = None
         """The rate at which updates on the host read and wrote its memory, beside copies; ``None`` before the first."""
-        self._scripts: dict[StepOrder, Script] = {}
-        """By order. There is none where no plan keeps the budget."""
-        self._planned_for: dict[StepOrder, Sequence[int]] = {}
-        """The bytes outside of pages that each order was planned for last."""
+        self._scripts: dict[Orders, list[Script]] = {}
+        """Scripts by the kinds of step of a turn. There are none where no plan keeps the budget."""
+        self._planned_for: dict[Orders, list[list[int]]] = {}
+        """The bytes outside of pages that each turn was planned for last."""
         self._thread: threading.Thread | None = None
         self._script: Script | None = None
         """The plan that the step under way follows."""
@@ -124,54 +181,73 @@ class Replay:
         return self._script is not None
 
     def script_of(self, order: StepOrder | None) -> Script | None:
-        """Return the plan of a kind of step, if there is one."""
-        return None if order is None else self._scripts.get(order)
+        """Return the latest plan of a kind of step, if there is one."""
+        scripts = itertools.chain.from_iterable(reversed(self._scripts.values()))
+        return next((script for script in scripts if script.order is order), None)
 
     @property
     def predicted_step_s(self) -> float | None:
         """Seconds that the last step takes by its plan; ``None`` if it has none."""
         script = self.script_of(self._course.last)
-        return None if script is None else script.planned.simulated.step_s
+        return None if script is None else script.step_s
 
     # Planning
 
     def prepare(self, *, is_waited_for: bool = False) -> None:
-        """Plan the kind of step that has just ended, beside what follows, if it is measured and has no plan yet."""
-        order = self._course.last
-        if order is None or not self._course.has_details(order):
+        """Plan the kinds of step that come in turns, beside what follows, if they are measured and have no plan yet."""
+        orders = _rotated(self._course.turn)
+        if not orders or not all(map(self._course.has_details, orders)):
             return
-        if not self._is_new(order) or (self._thread is not None and self._thread.is_alive()):
+        if not self._is_new(orders) or (self._thread is not None and self._thread.is_alive()):
             return
-        self._planned_for = {known: sizes for known, sizes in self._planned_for.items() if known in self._course.orders}
-        self._planned_for[order] = order.others_bytes
-        self._scripts = {known: script for known, script in self._scripts.items() if known in self._planned_for}
-        thread = threading.Thread(target=self._plan, args=(order, self._rates()), name="penstock planning", daemon=True)
+        known = set(self._course.orders)
+        self._planned_for = {kinds: sizes for kinds, sizes in self._planned_for.items() if known.issuperset(kinds)}
+        self._planned_for[orders] = [order.others_bytes for order in orders]
+        self._scripts = {
+            kinds: scripts for kinds, scripts in self._scripts.items() if _rotated(kinds) in self._planned_for
+        }
+        thread = threading.Thread(
+            target=self._plan, args=(orders, self._rates()), name="penstock planning", daemon=True
+        )
         with contextlib.suppress(RuntimeError):  # no memory for a stack: steps go on without a plan
             thread.start()
             self._thread = thread
             if is_waited_for:
                 thread.join()
 
-    def _is_new(self, order: StepOrder) -> bool:
-        """Whether an order was not planned yet, or for less memory outside of pages than it takes."""
-        before = self._planned_for.get(order)
-        if before is None or before is order.others_bytes:
-            return before is None
+    def _is_new(self, orders: Orders) -> bool:
+        """Whether a turn was not planned yet, or for less memory outside of pages than it takes."""
+        before = self._planned_for.get(orders)
+        if before is None:
+            return True
+        changed = [(order.others_bytes, then) for order, then in zip(orders, before, strict=True)]
+        changed = [(now, then) for now, then in changed if now is not then]
         if self._is_one_memory:
-            return any(now > then for now, then in zip(order.others_bytes, before, strict=True))
-        return max(order.others_bytes) > max(before)
+            return any(size > known for now, then in changed for size, known in zip(now, then, strict=True))
+        return any(max(now) > max(then) for now, then in changed)
 
-    def _plan(self, order: StepOrder, rates: Rates) -> None:
-        """Plan a kind of step, in a thread: training goes on meanwhile, and does so also if this fails."""
-        if self.wants_split and order.details is not None and order.details.updates_on_device:
-            self.wants_split = False
-            self.split = best_split(order, self._course.even_bytes, rates)
-            if self.split:
-                return  # the next steps are others
-        ordered = problem_of(order, self._course.even_bytes, rates, is_one_memory=self._is_one_memory)
-        if ordered is not None:
-            with contextlib.suppress(BudgetError):  # the online path may find a way, or says what is missing
-                self._scripts[order] = Script(order, ordered, best_plan([ordered.problem]))
+    def _plan(self, orders: Orders, rates: Rates) -> None:
+        """Plan a turn, in a thread: training goes on meanwhile, and does so also if this fails."""
+        for order in orders if self.wants_split else ():
+            if order.details is not None and order.details.updates_on_device:
+                self.wants_split = False
+                self.split = best_split(order, self._course.even_bytes, rates)
+                if self.split:
+                    return  # the next steps are others
+                break
+        if sum(len(order.needs) for order in orders) > _MOST_OPERATORS:
+            return
+        for turned in _turns(orders):
+            turn = joined(turned)
+            ordered = (
+                None
+                if turn is None
+                else problem_of(turn.order, self._course.even_bytes, rates, is_one_memory=self._is_one_memory)
+            )
+            if turn is not None and ordered is not None:
+                with contextlib.suppress(BudgetError):  # the online path may find a way, or says what is missing
+                    self._scripts[turned] = scripts_of(turn, ordered, best_plan([ordered.problem]))
+                return
 
     def _rates(self) -> Rates:
         out, into = self._copies.waterfall.rates_bytes_per_s()
@@ -188,14 +264,24 @@ class Replay:
 
     def begin_step(self) -> None:
         """Begin a step, which follows a plan if there is one for the kind of step that is expected."""
-        script = self.script_of(self._course.order)
-        # A plan repeats its kind. From another kind's end it moved a tenth more than no plan does.
-        if self._is_one_memory and self._course.order is not self._course.last:
-            script = None
-        self._script, self._done = script, -1
+        self._script, self._done = script, _ = self._expected(), -1
         if script is not None:
             self._bridge(script)
             self._copies.waterfall.is_quiet = True
+
+    def _expected(self) -> Script | None:
+        """Return the plan of the step that is expected: of all places in turns, the one that most steps have led to."""
+        best, most = None, -1
+        for orders, scripts in self._scripts.items():
+            for place, script in enumerate(scripts):
+                if script.order is self._course.order:
+                    before = itertools.cycle((*reversed(orders[:place]), *reversed(orders[place:])))
+                    pairs = zip(before, reversed(self._course.past), strict=False)
+                    num_steps = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] is pair[1], pairs))
+                    if num_steps > most:
+                        best, most = script, num_steps
+        # A plan goes on from the step before. From another one's end it moved a tenth more than no plan does.
+        return None if self._is_one_memory and not most else best
 
     def _bridge(self, script: Script) -> None:
         """Bring about what the plan begins with, if the step before did not."""
@@ -302,3 +388,13 @@ class Replay:
         self._let_leave(script.actions[self._done].leaving)
         self._was_planned = True
         self.num_steps += 1
+
+
+def _rotated(orders: Orders) -> Orders:
+    """Return the same turn from whichever step it is told."""
+    return min(_turns(orders), key=lambda turn: [*map(id, turn)], default=())
+
+
+def _turns(orders: Orders) -> list[Orders]:
+    """Return the same turn, told from each of its steps."""
+    return [orders[place:] + orders[:place] for place in range(len(orders))]

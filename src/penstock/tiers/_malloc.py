@@ -4,7 +4,8 @@ glibc's malloc maps large blocks one by one. As a program frees such blocks, mal
 so, up to 32 MiB. Smaller blocks then come from a heap that keeps freed memory in fragments. When activations move from
 main memory to disk, those fragments are the memory that should have been saved: a training step whose tensors peaked at
 115 MiB held 820 MiB of the system, and 145 MiB once the size was fixed (docs/design/main-memory.md). A fixed size costs
-page faults; the same page has the measurements.
+page faults, for every block is mapped and touched anew, so a few blocks are kept for the next ones of their size: in a
+training at a quarter of its state a step took 0.8 of the time (the same page has the measurements).
 """
 
 import ctypes
@@ -13,13 +14,16 @@ import os
 import threading
 
 from penstock.arguments import checked
+from penstock.native import keep_freed_blocks
 
 _M_MMAP_THRESHOLD = -3
 _MAPPED_FROM_BYTES = 2**20
+_KEPT_BYTES = 2**25
+"""The most bytes of freed blocks that are kept. With 16 MiB a step was as short, with 4 MiB longer by an eighth."""
 
 
 def give_back_freed_memory() -> bool:
-    """Fix the size from which malloc maps blocks separately at 1 MiB, for this process.
+    """Fix the size from which malloc maps blocks separately at 1 MiB, for this process, and keep a few of those blocks.
 
     Returns whether that was done. It is not done if ``MALLOC_MMAP_THRESHOLD_`` is set, because then the user has
     decided, nor if the C library has no such setting.
@@ -27,15 +31,21 @@ def give_back_freed_memory() -> bool:
     if "MALLOC_MMAP_THRESHOLD_" in os.environ:
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM_BYTES))
+    if mallopt is None or not mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM_BYTES):
+        return False
+    keep_freed_blocks(_KEPT_BYTES)
+    return True
 
 
 def trim_freed_memory() -> bool:
-    """Return the free memory in malloc's heaps to the system once; return whether the C library can do that.
+    """Return freed memory to the system once, that of malloc's heaps and the blocks that are kept.
+
+    Returns whether the C library can do that.
 
     Use it at the end of a phase that allocates and frees much. What comes next pays page faults for memory it touches
     again.
     """
+    keep_freed_blocks(keep_freed_blocks(0))
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return trim is not None and bool(trim(0))
 
