@@ -195,6 +195,19 @@ def says_cuda(file):
     return False
 
 
+@pytest.mark.parametrize("file", sorted((SOURCE / "state").glob("*.py")), ids=str)
+def test_planning_makes_no_tuple_from_a_generator(file):
+    """It runs in a thread. While another one has a list of all objects (``gc.get_objects``), such a tuple fails:
+    CPython shortens it, and finds that somebody else has it ("bad argument to internal function").
+    """
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "tuple" and node.args:
+            what = node.args[0]
+            assert not isinstance(what, ast.GeneratorExp), f"{file.name}:{node.lineno}"
+            is_iterator = isinstance(what, ast.Call) and ast.unparse(what.func) in ("map", "filter", "zip")
+            assert not is_iterator, f"{file.name}:{node.lineno}"
+
+
 def test_which_kind_a_device_is_only_backends_ask():
     saying = {str(file.relative_to(SOURCE)) for file in FILES if file.parent.name != "devices" and says_cuda(file)}
     assert saying == set(NAMES_CUDA)

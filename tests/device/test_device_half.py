@@ -361,7 +361,7 @@ def test_a_cast_that_is_held_keeps_its_values_when_the_weight_changes(prompt_dev
 
 def test_a_cast_that_is_held_keeps_its_values_when_the_host_begins_to_update(prompt_device, make_training, monkeypatch):
     monkeypatch.setattr(Replay, "prepare", functools.partialmethod(Replay.prepare, is_waited_for=True))
-    monkeypatch.setattr("penstock.state._replay.best_split", lambda order, *_: late_weights(order, 1.0))
+    monkeypatch.setattr("penstock.state._replay.weights_for_host", lambda order, *_: late_weights(order, 1.0))
     model, batch = make_model(prompt_device), make_batch(prompt_device)
     own = make_training(model, torch.optim.AdamW(model.parameters(), lr=0.1), 2**20, update="auto")
     for _ in range(10):

@@ -14,6 +14,8 @@ from penstock.state._register import Register
 from penstock.tiers import Handle, HandleState, Waterfall
 
 _TRIES = 4
+_LONG_S = 1e-3
+"""A copy that takes the host longer to begin has waited for something."""
 _STUCK_NEEDS = 256
 """Number of operators for which a page that could not leave stays."""
 
@@ -32,6 +34,7 @@ class Copies:
         """Device bytes of all pages, those on their way included."""
         self.leaving_bytes = 0
         """The part of ``held_bytes`` that will be free once all copies out are complete."""
+        self._begun_s, self._num_begun = 0.0, 0
         self.stall_s = 0.0
         """Seconds that the computation has waited for copies."""
         self._outdated: dict[Page, Handle] = {}
@@ -75,7 +78,9 @@ class Copies:
             allow_access(page, storage)
             with no_dispatch():  # a mode that sees an operator takes as long as the operator
                 outdated = self._outdated.pop(page, None)
+                start_s = time.perf_counter()
                 page.handle = self.waterfall.park(storage, page.label, outdated=outdated, spare=self._spare)
+                self._note_begun(time.perf_counter() - start_s)
             self.parked_bytes[page.kind] += page.size_bytes
         if page.state is PageState.HERE:
             self._put(page, PageState.LEAVING)
@@ -210,13 +215,25 @@ class Copies:
         storage = page.storage()
         if storage is None or page.handle is None:
             return False
+        start_s = time.perf_counter()
         allow_access(page, storage)
         with no_dispatch():
             if not page.handle.prefetch(into=storage, after=page.host_work):
                 refuse_access(page, storage)
                 return False
         self._put(page, PageState.COMING)
+        self._note_begun(time.perf_counter() - start_s)
         return True
+
+    @property
+    def begin_s(self) -> float:
+        """Seconds that the host takes to begin a copy, on average; 0 before the first."""
+        return self._begun_s / max(1, self._num_begun)
+
+    def _note_begun(self, seconds: float) -> None:
+        if seconds < _LONG_S:
+            self._begun_s += seconds
+            self._num_begun += 1
 
     def _refuse(self, page: Page, storage: torch.UntypedStorage) -> None:
         """Undo a copy in that was begun in vain."""

@@ -45,7 +45,8 @@ for _name in (
 class Deferred:
     """An update that is due, and is done when somebody uses one of its tensors.
 
-    It does not refer to itself, so that no reference cycle keeps its gradient alive.
+    It does not refer to itself, so that no reference cycle keeps its gradient alive. It is wide because it keeps
+    all that has to be as it was when the step was due.
     """
 
     host_work: HostWork | None = None

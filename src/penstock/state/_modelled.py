@@ -128,19 +128,21 @@ class _Recorder(TorchDispatchMode):
         self._sweep()
         end = len(self.seconds)
         storages = tuple(
-            RecordedStorage(
-                name=seen.name,
-                size_bytes=seen.size_bytes,
-                born=seen.born,
-                dies=end if seen.dies == NOBODY else max(seen.dies, *seen.uses, seen.born),
-                uses=tuple(sorted(seen.uses)),
-                writes=tuple(seen.uses[position] for position in sorted(seen.uses)),
-                is_parameter=seen.is_parameter,
-                cast_of=seen.cast_of,
-                gradient_of=seen.gradient_of,
-                source_bytes=seen.source_bytes,
-            )
-            for seen in self._seen
+            [
+                RecordedStorage(
+                    name=seen.name,
+                    size_bytes=seen.size_bytes,
+                    born=seen.born,
+                    dies=end if seen.dies == NOBODY else max(seen.dies, *seen.uses, seen.born),
+                    uses=tuple(sorted(seen.uses)),
+                    writes=tuple([seen.uses[position] for position in sorted(seen.uses)]),
+                    is_parameter=seen.is_parameter,
+                    cast_of=seen.cast_of,
+                    gradient_of=seen.gradient_of,
+                    source_bytes=seen.source_bytes,
+                )
+                for seen in self._seen
+            ]
         )
         return StepRecord(
             names=tuple(self.names), seconds=tuple(self.seconds), storages=storages, backward=self.backward

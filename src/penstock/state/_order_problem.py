@@ -92,7 +92,7 @@ def _problem(
             seconds=tuple(details.seconds),
             pool_bytes=pool.smeared(),
             pages=tuple(pages),
-            updates=tuple(_updates(details, pages, keys, size)),
+            updates=(*_updates(details, pages, keys, size),),
             budget_bytes=budget_bytes,
             rates=rates,
             is_one_memory=is_one_memory,
@@ -148,7 +148,7 @@ class _Pool:
 
     def smeared(self) -> tuple[int, ...]:
         """Return the most at each position and the one before, whose bytes are still there while views are made."""
-        return tuple(max(pair) for pair in zip(self.bytes, [self.bytes[-1], *self.bytes[:-1]], strict=True))
+        return tuple([max(pair) for pair in zip(self.bytes, [self.bytes[-1], *self.bytes[:-1]], strict=True)])
 
 
 class _Uses:
@@ -184,7 +184,7 @@ class _Uses:
             name=str(key),
             size_bytes=self._sizes[key],
             uses=positions,
-            writes=tuple(uses[position] for position in positions),
+            writes=tuple([uses[position] for position in positions]),
             is_from_host=key in self._written_on_host,
         )
 
@@ -219,8 +219,8 @@ class _Uses:
         return StepPage(
             name=str(key),
             size_bytes=size_bytes,
-            uses=tuple(place for place, _ in uses),
-            writes=tuple(is_written for _, is_written in uses),
+            uses=tuple([place for place, _ in uses]),
+            writes=tuple([is_written for _, is_written in uses]),
             is_born=True,
             leaves=leaves,
         )

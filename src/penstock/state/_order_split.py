@@ -7,40 +7,28 @@ recorded one: the update's operators are missing, the gradient leaves for good, 
 under autocast as the cast that all its operators read.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 
 from penstock.errors import BudgetError
 from penstock.state._order import Details, StepOrder, UpdateOnDevice, UpdateOnHost
 from penstock.state._order_problem import OrderedProblem, problem_of
-from penstock.state._plan import PlannedStep, best_plan
 from penstock.state._problem import Rates, StateProblem
-
-_SHARES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-"""Shares of the parameters' bytes that are tried first."""
-_REFINED = 0.1
-"""Distance from the best of them at which two more are tried."""
+from penstock.state._split import best_share
 
 
-def best_split(order: StepOrder, budget_bytes: int, rates: Rates) -> frozenset[int]:
+def weights_for_host(order: StepOrder, budget_bytes: int, rates: Rates) -> frozenset[int]:
     """Return keys of the weights that are best updated on the host; none if that is not known to be faster."""
-    problems: dict[frozenset[int], StateProblem] = {}
 
-    def best_of(shares: Iterable[float]) -> tuple[frozenset[int], PlannedStep]:
-        for share in shares:
-            which = late_weights(order, share)
-            ordered = None if which in problems else problem_on_host(order, which, budget_bytes, rates)
-            if ordered is not None:
-                problems[which] = ordered.problem
-        planned = best_plan(problems.values())
-        return next(which for which, problem in problems.items() if problem is planned.problem), planned
+    def problems(share: float) -> Iterator[StateProblem]:
+        ordered = problem_on_host(order, late_weights(order, share), budget_bytes, rates)
+        if ordered is not None:
+            yield ordered.problem
 
     try:
-        first, planned = best_of(_SHARES)
-        near = next(share for share in _SHARES if late_weights(order, share) == first)
-        closer, again = best_of(share for share in (near - _REFINED, near + _REFINED) if 0 < share < 1)
+        share, _ = best_share(problems)
     except (BudgetError, ValueError):  # nothing fits, or nothing could be planned
         return frozenset()
-    return closer if again.simulated.step_s < planned.simulated.step_s else first
+    return late_weights(order, share)
 
 
 def problem_on_host(
@@ -144,5 +132,5 @@ def _taken_away(
 def _on_host(order: StepOrder, update: UpdateOnDevice, casts: list[int], used: set[int]) -> UpdateOnHost:
     assert order.details is not None
     asked = max(order.details.put_off.get(update.weight, update.asked), _complete(order, update))
-    writes = tuple(key for key in (*casts[:1], update.weight) if key in used)
+    writes = tuple([key for key in (*casts[:1], update.weight) if key in used])
     return UpdateOnHost(reads=(update.gradient,), writes=writes, size_bytes=update.host_bytes, after=asked)

@@ -52,13 +52,13 @@ class StepRecord:
     @property
     def parameters(self) -> tuple[int, ...]:
         """Indexes of the parameters among the storages."""
-        return tuple(index for index, storage in enumerate(self.storages) if storage.is_parameter)
+        return tuple([index for index, storage in enumerate(self.storages) if storage.is_parameter])
 
     def scaled(self, factor: float) -> "StepRecord":
         """Return the record with all times multiplied by ``factor``."""
         return StepRecord(
             names=self.names,
-            seconds=tuple(seconds * factor for seconds in self.seconds),
+            seconds=tuple([seconds * factor for seconds in self.seconds]),
             storages=self.storages,
             backward=self.backward,
         )

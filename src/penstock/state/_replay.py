@@ -17,16 +17,18 @@ from penstock.state._copies import Copies
 from penstock.state._course import Course
 from penstock.state._order import StepOrder
 from penstock.state._order_problem import OrderedProblem, problem_of
-from penstock.state._order_split import best_split
+from penstock.state._order_split import weights_for_host
 from penstock.state._page import Page, PageState
 from penstock.state._plan import PlannedStep, best_plan
 from penstock.state._problem import Rates
 from penstock.state._register import Register
-from penstock.state._turns import Turn, joined
+from penstock.state._turns import StepTurn, joined
 
 Orders = tuple[StepOrder, ...]
 _MOST_OPERATORS = 40_000
 """The longest turn that is planned: some 2 s of planning."""
+_COPY_S = 8e-6
+"""Seconds that a device takes for each copy beside its bytes."""
 _UNKNOWN_BYTES_PER_S = 5e9
 """The rate of a link on which nothing was copied yet, and of a host that has updated nothing."""
 
@@ -54,7 +56,7 @@ class Script:
     planned: PlannedStep
     """Its plan."""
     actions: list[_Actions]
-    """What is done at each place."""
+    """The actions before and after each operator."""
     start: frozenset[int]
     """Keys of the pages that are on the device, or on their way, when the step begins."""
     wanted: tuple[int, ...]
@@ -65,7 +67,7 @@ class Script:
     """Seconds that the step takes by the plan, on average over the turn."""
 
 
-def scripts_of(turn: Turn, ordered: OrderedProblem, planned: PlannedStep) -> list[Script]:
+def scripts_of(turn: StepTurn, ordered: OrderedProblem, planned: PlannedStep) -> list[Script]:
     """Return the scripts of the steps of a turn."""
     actions = _actions(ordered, planned, len(turn.order.needs))
     named = [
@@ -84,7 +86,7 @@ def scripts_of(turn: Turn, ordered: OrderedProblem, planned: PlannedStep) -> lis
             planned=planned,
             actions=named[start:end],
             start=frozenset(turn.keys[key] for key in held[start]),
-            wanted=tuple(turn.keys[key] for key in _wanted(held[start], start, ordered, actions)),
+            wanted=tuple([turn.keys[key] for key in _wanted(held[start], start, ordered, actions)]),
             left_alone=left_alone,
             step_s=planned.simulated.step_s / len(turn.orders),
         )
@@ -121,26 +123,26 @@ def _held_at(
     for page, key in zip(pages, keys, strict=True):
         if page.is_born:
             born.setdefault(page.uses[0] % len(actions), []).append(key)
-    found: dict[int, tuple[int, ...]] = {}
+    here: dict[int, tuple[int, ...]] = {}
     for _ in range(2):  # the first time from what never leaves, the second from what a turn leaves behind
-        for position, here in enumerate(actions):
+        for position, each in enumerate(actions):
             if position in starts:
-                found[position] = tuple(held)
-            for key in (*here.dead, *here.given_back):
+                here[position] = tuple(held)
+            for key in (*each.dead, *each.given_back):
                 held.pop(key, None)
-            held.update(dict.fromkeys((*here.fetched, *born.get(position, ()))))
-    return found
+            held.update(dict.fromkeys((*each.fetched, *born.get(position, ()))))
+    return here
 
 
 def _wanted(held: Collection[int], start: int, ordered: OrderedProblem, actions: Sequence[_Actions]) -> Iterator[int]:
     """Yield the pages that are used after ``start`` before they are given back."""
     size, pages = len(actions), dict(zip(ordered.keys, ordered.problem.pages, strict=True))
-    given: dict[int, int] = {}
+    first_given: dict[int, int] = {}
     for position, here in enumerate(actions):
         for key in (*here.dead, *here.given_back):
-            given[key] = min(given.get(key, size), (position - start) % size)
+            first_given[key] = min(first_given.get(key, size), (position - start) % size)
     for key in held:
-        if min((use - start) % size for use in pages[key].uses) < given.get(key, size):
+        if min((use - start) % size for use in pages[key].uses) < first_given.get(key, size):
             yield key
 
 
@@ -231,7 +233,7 @@ class Replay:
         for order in orders if self.wants_split else ():
             if order.details is not None and order.details.updates_on_device:
                 self.wants_split = False
-                self.split = best_split(order, self._course.even_bytes, rates)
+                self.split = weights_for_host(order, self._course.even_bytes, rates)
                 if self.split:
                     return  # the next steps are others
                 break
@@ -258,6 +260,8 @@ class Replay:
             both_in_bytes_per_s=in_bytes_per_s,
             both_out_bytes_per_s=out_bytes_per_s,
             host_bytes_per_s=self.host_bytes_per_s or _UNKNOWN_BYTES_PER_S,
+            # Where the host computes, it does not run ahead, and small pages are dear to move.
+            copy_s=max(_COPY_S, self._copies.begin_s if self._is_one_memory else 0.0),
         )
 
     # A step

@@ -96,10 +96,10 @@ def with_waits(
     give_backs = _give_backs(problem, kept, outs)
     copies_in, needs_in = _copies_in(problem, kept, ins, outs, give_backs)
     return StatePlan(
-        kept=tuple(map(tuple, kept)),
+        kept=tuple([tuple(flags) for flags in kept]),
         copies_in=copies_in,
         copies_out=tuple(
-            PageCopy(page=page, use=use, position=position, operator=position) for position, _, page, use in outs
+            [PageCopy(page=page, use=use, position=position, operator=position) for position, _, page, use in outs]
         ),
         give_backs=give_backs,
         needs_in=needs_in,

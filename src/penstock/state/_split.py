@@ -5,10 +5,11 @@ forward reads the weight. Late layers have most of it: their gradients come firs
 forward. So they go first, and how many is tried.
 """
 
-import itertools
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from penstock.errors import BudgetError
 from penstock.state._plan import PlannedStep, best_plan
 from penstock.state._problem import Rates, StateProblem
 from penstock.state._record import NOBODY, StepRecord
@@ -28,24 +29,33 @@ def best_split(
     All others are updated ``elsewhere``; without ``rates.host_bytes_per_s`` all are. With several micro-batches, their
     weights come in as casts if that is faster. Raises ``BudgetError`` if no plan keeps the budget.
     """
-    shares = _SHARES if rates.host_bytes_per_s else (0.0,)
     kinds = (kind,) if kind.num_micro_batches == 1 else (kind, replace(kind, reads_casts=True))
-    tried: list[tuple[float, StateProblem]] = []
 
-    def problems(which: tuple[float, ...]) -> Iterator[StateProblem]:
-        for share, each in itertools.product(which, kinds):
-            tried.append((share, step_problem(record, each, places(record, share, elsewhere), rates, budget_bytes)))
-            yield tried[-1][1]
+    def problems(share: float) -> list[StateProblem]:
+        where = places(record, share, elsewhere)
+        return [step_problem(record, each, where, rates, budget_bytes) for each in kinds]
 
-    def share_of(planned: PlannedStep) -> float:
-        return next(share for share, problem in tried if problem is planned.problem)
+    if not rates.host_bytes_per_s:
+        return 0.0, best_plan(problems(0.0))
+    return best_share(problems)
 
-    best = best_plan(problems(shares))
-    if len(shares) > 1:
-        near = tuple(share for share in (share_of(best) - _REFINED, share_of(best) + _REFINED) if 0 < share < 1)
-        closer = best_plan(problems(near))
-        best = min(best, closer, key=lambda planned: planned.simulated.step_s)
-    return share_of(best), best
+
+def best_share(problems: Callable[[float], Iterable[StateProblem]]) -> tuple[float, PlannedStep]:
+    """Return the share of updates on the host for which one of its ``problems`` has the fastest plan, and that plan.
+
+    Raises ``BudgetError`` if no plan keeps the budget, and ``ValueError`` if there are no problems at all.
+    """
+
+    def best_of(shares: Iterable[float]) -> tuple[float, PlannedStep]:
+        tried = [(share, problem) for share in shares for problem in problems(share)]
+        planned = best_plan(problem for _, problem in tried)
+        return next(share for share, problem in tried if problem is planned.problem), planned
+
+    best = best_of(_SHARES)
+    with contextlib.suppress(BudgetError, ValueError):  # of those near it
+        closer = best_of(share for share in (best[0] - _REFINED, best[0] + _REFINED) if 0 < share < 1)
+        best = min(best, closer, key=lambda pair: pair[1].simulated.step_s)
+    return best
 
 
 def places(record: StepRecord, share: float, elsewhere: Place) -> dict[int, Place]:

@@ -247,7 +247,7 @@ class _StepBuilder:
             changes[first] += size_bytes
             if last >= 0:
                 changes[last + 1] -= size_bytes
-        return tuple(itertools.accumulate(changes[:-1]))
+        return (*itertools.accumulate(changes[:-1]),)
 
     def pages(self) -> tuple[tuple[StepPage, ...], tuple[HostUpdate, ...]]:
         """Return all pages, and what the host does with them."""
@@ -268,7 +268,7 @@ class _StepBuilder:
                         after=after if is_last else NOBODY,
                     )
                 )
-        return tuple(self._page(key) for key in keys), tuple(updates)
+        return tuple([self._page(key) for key in keys]), tuple(updates)
 
     def _page(self, key: _Key) -> StepPage:
         kind, index, number = key
@@ -286,7 +286,7 @@ class _StepBuilder:
             name=f"{kind} of {storage.name}{suffix}",
             size_bytes=self._size_of(kind, index),
             uses=tuple(in_place),
-            writes=tuple(uses[position] for position in positions),
+            writes=tuple([uses[position] for position in positions]),
             is_born=kind in ("saved", "gradient"),
             leaves=kind == "gradient" and is_on_host,
             is_from_host=kind == "cast" and is_on_host,

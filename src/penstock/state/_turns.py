@@ -16,7 +16,7 @@ STANDS = -1
 
 
 @dataclass(slots=True)
-class Turn:
+class StepTurn:
     """The orders of a turn, joined."""
 
     orders: tuple[StepOrder, ...]
@@ -32,7 +32,7 @@ class Turn:
         return [0, *itertools.accumulate(len(order.needs) for order in self.orders)]
 
 
-def joined(orders: Sequence[StepOrder]) -> Turn | None:
+def joined(orders: Sequence[StepOrder]) -> StepTurn | None:
     """Return a turn of these kinds of step; ``None`` if too little was recorded of one."""
     if any(order.details is None or len(order.others_bytes) != len(order.needs) for order in orders):
         return None
@@ -44,10 +44,10 @@ class _Joiner:
 
     def __init__(self, orders: tuple[StepOrder, ...]):
         self._orders = orders
-        self._turn = Turn(orders)
+        self._turn = StepTurn(orders)
         self._known: dict[tuple[int, int], int] = {}
 
-    def joined(self) -> Turn:
+    def joined(self) -> StepTurn:
         """Return the turn."""
         order = self._turn.order
         details = order.details = Details()

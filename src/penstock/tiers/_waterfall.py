@@ -76,6 +76,10 @@ class Waterfall:
             raise must_be("storage", "a torch.UntypedStorage", storage, _PARK)
         if not isinstance(label, str):
             raise must_be("label", "text", label, _PARK)
+        if outdated is not None and not isinstance(outdated, Handle):
+            raise must_be("outdated", "a handle of the same storage, or None", outdated, _PARK)
+        if spare is not None and not callable(spare):
+            raise must_be("spare", "a function without arguments, or None", spare, _PARK)
         traffic = self._traffic
         traffic.refuse_if_gone()
         handle = Handle(traffic, storage, label)
