@@ -293,6 +293,15 @@ ENTRIES = {
             Figure(label="{} under a mode that does nothing", metric="an empty mode", of="value", form=".0f"),
         ),
     ),
+    "cpu-training-parts": Entry(
+        shows="Steps of a GPT, a Llama and a ViT within a share of their state and 24 MiB, over plain steps",
+        command="training_parts",
+        figures=tuple(
+            Figure(label=f"{{}} {way}, {label}", name=rf".*, {share} of the state, {way}", metric="step")
+            for share, label in (("0.25", "a quarter"), ("0.125", "an eighth"))
+            for way in ("planned", "operator by operator", "fleet of one")
+        ),
+    ),
     "cpu-training-kills": Entry(
         shows="Such a loop in processes that are killed while they train and save",
         command="training_kills",

@@ -1,6 +1,5 @@
 """State that a model's optimizers will make in their first step, which no measurement before that step has seen."""
 
-import gc
 import weakref
 from collections.abc import Iterable
 
@@ -8,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from penstock.living import living
 from penstock.stepping import missing_state_bytes, own_class, tensors_in
 from penstock.tiers import version_of
 
@@ -25,13 +25,13 @@ class ComingState:
         """How often the parameters of each had been changed when it was found."""
 
     def look(self) -> None:
-        """Look for optimizers. Takes as long as a collection of garbage; not while other threads compute."""
+        """Look for optimizers. Takes as long as a collection of garbage."""
         own = {id(parameter) for parameter in self._model.parameters()}
-        for thing in gc.get_objects():
-            if issubclass(type(thing), torch.optim.Optimizer) and thing not in self._known:
-                parameters = _parameters(thing)
+        for optimizer in living(torch.optim.Optimizer):
+            if optimizer not in self._known:
+                parameters = _parameters(optimizer)
                 if not own.isdisjoint(map(id, parameters)):
-                    self._known[thing] = num_changes(parameters)
+                    self._known[optimizer] = num_changes(parameters)
 
     def size_bytes(self) -> int | None:
         """Return the bytes that their steps will make; ``None`` before the first one of a class of which nothing is

@@ -10,7 +10,6 @@ Known limits. Memory that a library takes without PyTorch's allocator (oneDNN sc
 reach count as held to the end; ``released_bytes`` says how many bytes of such tensors were released.
 """
 
-import gc
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.arguments import checked
 from penstock.devices import Allocator, Backend, backend_of, used_device
+from penstock.living import living
 from penstock.native import address_of
 from penstock.probe._allocations import Event, counts, record
 from penstock.probe._ledger import ledger
@@ -116,10 +116,7 @@ def can_record(device: torch.device | str) -> bool:
 def live_storages(device_type: str = "cpu") -> dict[int, StorageWeakRef]:
     """Return weak references to the storages of all tensors that Python can reach, including gradients, by identity."""
     live: dict[int, StorageWeakRef] = {}
-    kinds = _tensor_types()  # a process has half a million objects, and a set lookup costs a tenth of issubclass
-    # Not while other threads run: the list would refer to tuples that they are still building, and Python then cannot
-    # resize them (SystemError: bad argument to internal function).
-    for thing in [thing for thing in gc.get_objects() if type(thing) in kinds]:
+    for thing in living(torch.Tensor):
         tensors = [thing]
         if thing.is_leaf and thing.grad is not None:
             tensors.append(thing.grad)
@@ -141,18 +138,6 @@ def held_bytes(device: str | torch.device = "cpu") -> int:
     if allocator is not None:
         return allocator.allocated_bytes()
     return sum(_weak_size_bytes(weak) for weak in live_storages().values()) + ledger.held_bytes
-
-
-def _tensor_types() -> set[type[torch.Tensor]]:
-    """Return all classes of tensors that exist now."""
-    kinds: set[type[torch.Tensor]] = set()
-    waiting: list[type[torch.Tensor]] = [torch.Tensor]
-    while waiting:
-        kind = waiting.pop()
-        if kind not in kinds:
-            kinds.add(kind)
-            waiting += type.__subclasses__(kind)
-    return kinds
 
 
 @contextmanager

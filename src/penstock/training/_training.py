@@ -1,7 +1,6 @@
 """Training of a model whose parameters, gradients and optimizer state exceed the device, in the user's own loop."""
 
 import contextlib
-import gc
 import os
 import threading
 import warnings
@@ -15,6 +14,7 @@ from torch import nn
 
 from penstock.arguments import checked
 from penstock.errors import BudgetError, BudgetNotKeptWarning, ForkedProcessError, PenstockError
+from penstock.living import living
 from penstock.probe import can_record
 from penstock.state import OthersMeter, UpdatedBy
 from penstock.tiers import Budget, DiskSpec, Event, Size
@@ -420,8 +420,8 @@ def _refuse_parallel(model: nn.Module) -> None:
     if not torch.distributed.is_initialized():
         return
     own = {id(parameter) for parameter in model.parameters()}
-    for other in gc.get_objects():
-        if type(other).__name__ == "DistributedDataParallel" and own & {id(each) for each in other.parameters()}:
+    for other in living(nn.parallel.DistributedDataParallel):
+        if own & {id(each) for each in other.parameters()}:
             raise ValueError(
                 "update_in_backward=True updates each parameter before DistributedDataParallel has summed its "
                 "gradient over the ranks; leave it out"
