@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 
 import torch
 
@@ -23,11 +24,17 @@ def test_objects_of_a_class_and_of_those_derived_from_it():
 def test_other_threads_may_be_building_tuples():
     """CPython cannot resize a tuple that somebody else has; without a pause for the others this fails at once."""
     errors, is_over = [], threading.Event()
+    many = [[] for _ in range(300_000)]  # so that a look takes longer than a turn
+
+    def numbers():
+        for number in range(12):
+            time.sleep(0)  # others run, as while a loader's thread copies the parts of a mini-batch
+            yield number
 
     def build():
         while not is_over.is_set():
             try:
-                assert len(tuple(number for number in range(2000))) == 2000
+                assert len(tuple(numbers())) == 12
             except SystemError as error:
                 errors.append(error)
                 return
@@ -46,4 +53,5 @@ def test_other_threads_may_be_building_tuples():
         for thread in threads:
             thread.join()
         sys.setswitchinterval(before_s)
+    assert len(many) == 300_000
     assert errors == []
