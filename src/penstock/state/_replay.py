@@ -184,7 +184,7 @@ class Replay:
 
     def script_of(self, order: StepOrder | None) -> Script | None:
         """Return the latest plan of a kind of step, if there is one."""
-        scripts = itertools.chain.from_iterable(reversed(self._scripts.values()))
+        scripts = itertools.chain.from_iterable(reversed(list(self._scripts.values())))
         return next((script for script in scripts if script.order is order), None)
 
     @property
@@ -241,12 +241,10 @@ class Replay:
             return
         for turned in _turns(orders):
             turn = joined(turned)
-            ordered = (
-                None
-                if turn is None
-                else problem_of(turn.order, self._course.even_bytes, rates, is_one_memory=self._is_one_memory)
-            )
-            if turn is not None and ordered is not None:
+            if turn is None:
+                return
+            ordered = problem_of(turn.order, self._course.even_bytes, rates, is_one_memory=self._is_one_memory)
+            if ordered is not None:
                 with contextlib.suppress(BudgetError):  # the online path may find a way, or says what is missing
                     self._scripts[turned] = scripts_of(turn, ordered, best_plan([ordered.problem]))
                 return
@@ -276,7 +274,7 @@ class Replay:
     def _expected(self) -> Script | None:
         """Return the plan of the step that is expected: of all places in turns, the one that most steps have led to."""
         best, most = None, -1
-        for orders, scripts in self._scripts.items():
+        for orders, scripts in list(self._scripts.items()):  # planning may add one
             for place, script in enumerate(scripts):
                 if script.order is self._course.order:
                     before = itertools.cycle((*reversed(orders[:place]), *reversed(orders[place:])))
