@@ -332,6 +332,37 @@ def take_over_a_training(tmp_path):
     assert all(torch.equal(weight, other) for weight, other in zip(*weights, strict=True))
 
 
+def hand_memory_over(tmp_path):
+    """Memory of a lane's stream whose training is over, and that another lane on the same stream gets."""
+
+    def emptied(waterfall, value):
+        storage = torch.full((SIZE,), value, device="sim").untyped_storage()
+        handle = waterfall.park(storage)
+        handle.let_go()
+        waterfall.give_back(storage)
+        storage.resize_(0)
+        return handle, storage
+
+    first = waterfall_for("sim", Budget(host="8MiB"), has_lane_memory=True)
+    handle, storage = emptied(first, 2.0)
+    used = torch.empty(0, device="sim").set_(handle.get(into=storage))
+    first.hand_over(storage)
+    handle.release()
+    first.close()
+    own = first._mover._copies.back.stream.stream_id
+    while torch.Stream(device="sim").stream_id != (own - 3) % 32 + 1:
+        pass  # the next two streams are those of copies out and in, the latter the same as before
+    second = waterfall_for("sim", Budget(host="8MiB"), has_lane_memory=True)
+    assert second._mover._copies.back.stream.stream_id == own
+    handle, other = emptied(second, 3.0)
+    doubled = used * 2
+    del used, storage
+    assert torch.empty(0, device="sim").set_(handle.get(into=other)).cpu().unique().tolist() == [3.0]
+    assert doubled.cpu().unique().tolist() == [4.0]
+    handle.release()
+    second.close()
+
+
 def load_beside_the_step(tmp_path):
     """Mini-batches that are made in advance on a stream of their own, from values that were just made."""
     plain, loader = loader_of("sim")
@@ -392,6 +423,7 @@ SCENARIOS = (
     train_on_one_and_another_stream,
     update_on_the_host,
     take_over_a_training,
+    hand_memory_over,
     load_beside_the_step,
     share_memory_between_streams,
     train_a_fleet,

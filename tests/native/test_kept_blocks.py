@@ -9,6 +9,7 @@ import torch
 
 from penstock import probe
 from penstock.native import keep_freed_blocks, memory_library
+from penstock.tiers import trim_freed_memory
 
 MIB = 2**20
 pytestmark = pytest.mark.skipif(memory_library() is None, reason="needs a C compiler")
@@ -80,6 +81,16 @@ def test_the_next_tensor_of_the_size_gets_the_block():
     assert again.data_ptr() == address
     other = torch.empty(3 * MIB, dtype=torch.uint8)
     assert other.data_ptr() != address
+
+
+def test_trimming_frees_what_is_kept_and_keeps_on():
+    tensor, address = made(3 * MIB)
+    del tensor
+    trim_freed_memory()
+    assert keep_freed_blocks(8 * MIB) == 8 * MIB
+    tensor, address = made(3 * MIB)
+    del tensor
+    assert made(3 * MIB)[1] == address
 
 
 def test_what_is_kept_is_counted_as_freed():

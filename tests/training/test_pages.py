@@ -1,5 +1,6 @@
 """Pages within a budget: what is recomputed, compiled or frozen, other shapes, and disks that fail."""
 
+import contextlib
 import copy
 import errno
 import itertools
@@ -201,3 +202,48 @@ def test_a_step_of_small_tensors_that_exceeds_the_budget_is_refused(make_trainin
     ours = make_training(model, optimizer, probe.held_bytes("cpu") + 4096)
     with pytest.raises(BudgetError, match="are smaller than 16 KiB"), ours:
         model(torch.ones(64, 16)).square().mean().backward()
+
+
+class CastsAndWeights(nn.Module):
+    """Casts of its weights are read early, and late together with the weights, in one operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(256, 256)) for _ in range(12)])
+
+    def forward(self, x, is_late):
+        casts = [weight.to(torch.bfloat16) for weight in self.weights]
+        for weight in self.weights:
+            x = torch.tanh(x @ weight / 16)
+        for cast, weight in zip(casts, self.weights, strict=True):
+            x = x + x @ (torch.sub(cast, weight) if is_late else cast.float())
+        return torch.tanh(x).sum()
+
+
+@pytest.mark.parametrize("kinds", ["11111", "00010001"])
+def test_an_operator_that_reads_a_cast_before_its_weight(make_training, kinds):
+    """Both are away. Filling the cast fetches the weight, which comes next."""
+
+    def train(context, model):
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=1e-3), []
+        for kind in kinds:
+            with context(optimizer):
+                loss = model(torch.ones(4, 256), kind == "1")
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    torch.manual_seed(0)
+    model = CastsAndWeights()
+    plain = train(lambda _: contextlib.nullcontext(), copy.deepcopy(model))
+    opened = []
+
+    def context(optimizer):
+        if not opened:
+            opened.append(make_training(model, optimizer, 3_000_000))
+        return opened[0]
+
+    assert train(context, model) == plain
+    assert opened[0].statistics().fetched_bytes > 0

@@ -10,7 +10,7 @@ Python code, and the user is told once.
 - `keep_source`: text as a file in the same cache, `cache_folder`.
 - `compile_extension`, `find_cpp_compiler`: the same for a C++ extension of Python, which tests use.
 - `refuse_memory`, `allow_memory`, `address_of`, `can_refuse`: errors instead of the memory of a storage.
-- `memory_library`, `keep_freed_blocks`: PyTorch's allocator for the CPU, what it does and what it keeps.
+- `memory_library`, `keep_freed_blocks`, `drop_kept_blocks`: PyTorch's allocator for the CPU.
 - `find_compiler`, `describe_compiler`, `has_libraries`: what this machine and this installation have.
 - `tell_what_is_slower`: tells the user before anything slow begins.
 """
@@ -30,5 +30,6 @@ from penstock.native._guard import address_of as address_of
 from penstock.native._guard import allow_memory as allow_memory
 from penstock.native._guard import can_refuse as can_refuse
 from penstock.native._guard import refuse_memory as refuse_memory
+from penstock.native._memory import drop_kept_blocks as drop_kept_blocks
 from penstock.native._memory import keep_freed_blocks as keep_freed_blocks
 from penstock.native._memory import memory_library as memory_library

@@ -24,6 +24,8 @@ def memory_library() -> ctypes.CDLL | None:
     library.penstock_memory_free.restype = None
     library.penstock_memory_keep.argtypes = [ctypes.c_int64]
     library.penstock_memory_keep.restype = ctypes.c_int64
+    library.penstock_memory_drop.argtypes = []
+    library.penstock_memory_drop.restype = None
     torch.empty(1, device="cpu")  # the allocator has used both of its functions before they are replaced
     return library if library.penstock_memory_watch() else None
 
@@ -36,3 +38,10 @@ def keep_freed_blocks(size_bytes: int) -> int:
     """
     library = memory_library()
     return 0 if library is None else int(library.penstock_memory_keep(size_bytes))
+
+
+def drop_kept_blocks() -> None:
+    """Free the blocks that are kept now."""
+    library = memory_library() if memory_library.cache_info().currsize else None
+    if library is not None:
+        library.penstock_memory_drop()

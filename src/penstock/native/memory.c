@@ -95,20 +95,28 @@ static void *remove_kept(int place) {
     return memory;
 }
 
-/* Keep a block, in place of the oldest ones; return whether it is kept. */
-static int keep(void *memory) {
-    const size_t most_bytes = atomic_load_explicit(&most_kept_bytes, memory_order_relaxed);
-    const size_t size_bytes = most_bytes ? malloc_usable_size(memory) : 0;
-    if (size_bytes < LEAST_KEPT_BYTES || size_bytes > most_bytes) return 0;
+/* Free the oldest blocks until there is a place for another one, and `most_bytes` are left; keep `memory`, if given. */
+static void change_kept(void *memory, size_t size_bytes, size_t most_bytes) {
     void *old[MOST_KEPT];
     int num_old = 0;
-    pthread_mutex_lock(&keeping);
     while (num_kept && (num_kept == MOST_KEPT || kept_bytes + size_bytes > most_bytes)) old[num_old++] = remove_kept(0);
-    kept[num_kept++] = (Kept){memory, size_bytes};
-    kept_bytes += size_bytes;
-    pthread_mutex_unlock(&keeping);
+    if (memory) {
+        kept[num_kept++] = (Kept){memory, size_bytes};
+        kept_bytes += size_bytes;
+    }
+    pthread_mutex_unlock(&keeping); /* which the caller has locked */
     while (num_old) own_give(old[--num_old]);
-    return 1;
+}
+
+/* Keep a block, in place of the oldest ones; return whether it is kept. */
+static int keep(void *memory) {
+    const size_t size_bytes = atomic_load_explicit(&most_kept_bytes, memory_order_relaxed) ? malloc_usable_size(memory) : 0;
+    if (size_bytes < LEAST_KEPT_BYTES) return 0;
+    pthread_mutex_lock(&keeping);
+    const size_t most_bytes = atomic_load(&most_kept_bytes);
+    const int is_kept = size_bytes <= most_bytes;
+    change_kept(is_kept ? memory : NULL, is_kept ? size_bytes : 0, most_bytes);
+    return is_kept;
 }
 
 /* Return a block that was kept, of the size asked for or an eighth more; NULL if there is none. */
@@ -140,14 +148,16 @@ static void give(void *memory) {
 
 /* Keep up to so many bytes of large blocks that are given back. Returns the most before. */
 int64_t penstock_memory_keep(int64_t size_bytes) {
-    const int64_t before = (int64_t)atomic_exchange(&most_kept_bytes, (size_t)size_bytes);
-    void *old[MOST_KEPT];
-    int num_old = 0;
     pthread_mutex_lock(&keeping);
-    while (num_kept && kept_bytes > (size_t)size_bytes) old[num_old++] = remove_kept(0);
-    pthread_mutex_unlock(&keeping);
-    while (num_old) own_give(old[--num_old]);
+    const int64_t before = (int64_t)atomic_exchange(&most_kept_bytes, (size_t)size_bytes);
+    change_kept(NULL, 0, (size_t)size_bytes);
     return before;
+}
+
+/* Give back what is kept now. */
+void penstock_memory_drop(void) {
+    pthread_mutex_lock(&keeping);
+    change_kept(NULL, 0, 0);
 }
 
 /* Where libc10 keeps the addresses of the functions that it imports. */

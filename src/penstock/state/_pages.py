@@ -187,7 +187,7 @@ class Pages:
         )
         missing = [page for page in pages if not page.is_here]
         if is_planned:
-            self._fill_planned(missing, pages, written, limit, is_overwritten=is_overwritten)
+            self._fill_missing(missing, pages, written, limit, is_overwritten=is_overwritten)
             self._after(is_noted=is_noted)
             return
         if course.order is not None and course.order.others_bytes:
@@ -199,10 +199,7 @@ class Pages:
             course.rank_used(pages, position)
         if is_early:
             self._space.look_ahead(pages, position, limit)
-        for page in missing:
-            self._fill(page, pages, limit, is_read=not (is_overwritten and page in written))
-        for page in written:
-            copies.written(page)
+        self._fill_missing(missing, pages, written, limit, is_overwritten=is_overwritten)
         if not is_noted:
             for page in pages:
                 course.rank(page, position + 1)
@@ -210,7 +207,7 @@ class Pages:
             self._space.look_ahead(pages, position, limit)
         self._after(is_noted=is_noted)
 
-    def _fill_planned(
+    def _fill_missing(
         self,
         missing: Sequence[Page],
         pages: Sequence[Page],
@@ -219,9 +216,9 @@ class Pages:
         *,
         is_overwritten: bool,
     ) -> None:
-        """Let the device wait for the pages that the plan has fetched."""
+        """Fill an operator's pages, or let the device wait for those that have been fetched."""
         for page in missing:
-            if not page.is_here:
+            if not page.is_here:  # by now it may be, as a part of one before
                 self._fill(page, pages, limit, is_read=not (is_overwritten and page in written))
         for page in written:
             self.copies.written(page)

@@ -7,6 +7,7 @@ decided operator by operator. A page's state says what has been begun, so any pl
 """
 
 import contextlib
+import copy
 import itertools
 import threading
 from collections.abc import Collection, Iterator, Sequence
@@ -67,8 +68,8 @@ class Script:
     """Seconds that the step takes by the plan, on average over the turn."""
 
 
-def scripts_of(turn: StepTurn, ordered: OrderedProblem, planned: PlannedStep) -> list[Script]:
-    """Return the scripts of the steps of a turn."""
+def scripts_of(orders: Orders, turn: StepTurn, ordered: OrderedProblem, planned: PlannedStep) -> list[Script]:
+    """Return the scripts of the steps of a turn, whose ``orders`` may have been measured again since."""
     actions = _actions(ordered, planned, len(turn.order.needs))
     named = [
         _Actions(
@@ -88,9 +89,9 @@ def scripts_of(turn: StepTurn, ordered: OrderedProblem, planned: PlannedStep) ->
             start=frozenset(turn.keys[key] for key in held[start]),
             wanted=tuple([turn.keys[key] for key in _wanted(held[start], start, ordered, actions)]),
             left_alone=left_alone,
-            step_s=planned.simulated.step_s / len(turn.orders),
+            step_s=planned.simulated.step_s / len(orders),
         )
-        for order, start, end in zip(turn.orders, starts, starts[1:], strict=False)
+        for order, start, end in zip(orders, starts, starts[1:], strict=False)
     ]
 
 
@@ -101,10 +102,10 @@ def _actions(ordered: OrderedProblem, planned: PlannedStep, size: int) -> list[_
     for give in plan.give_backs:
         place = actions[give.position]
         (place.dead if give.dies else place.given_back).append(keys[give.page])
-    for copy in plan.copies_in:
-        actions[copy.position].fetched.append(keys[copy.page])
-    for copy in plan.copies_out:
-        actions[copy.position].leaving.append(keys[copy.page])
+    for arriving in plan.copies_in:
+        actions[arriving.position].fetched.append(keys[arriving.page])
+    for leaving in plan.copies_out:
+        actions[leaving.position].leaving.append(keys[leaving.page])
     for position, emptied in ordered.emptied.items():
         actions[position].given_back += emptied
     for position, dead in (*ordered.dead.items(), *ordered.gone.items()):
@@ -184,7 +185,7 @@ class Replay:
 
     def script_of(self, order: StepOrder | None) -> Script | None:
         """Return the latest plan of a kind of step, if there is one."""
-        scripts = itertools.chain.from_iterable(reversed(list(self._scripts.values())))
+        scripts = itertools.chain.from_iterable(reversed(self._scripts.values()))
         return next((script for script in scripts if script.order is order), None)
 
     @property
@@ -209,7 +210,11 @@ class Replay:
             kinds: scripts for kinds, scripts in self._scripts.items() if _rotated(kinds) in self._planned_for
         }
         thread = threading.Thread(
-            target=self._plan, args=(orders, self._rates()), name="penstock planning", daemon=True
+            # of orders as they are now: the next measurement replaces what they consist of
+            target=self._plan,
+            args=(orders, [*map(copy.copy, orders)], self._rates()),
+            name="penstock planning",
+            daemon=True,
         )
         with contextlib.suppress(RuntimeError):  # no memory for a stack: steps go on without a plan
             thread.start()
@@ -228,9 +233,9 @@ class Replay:
             return any(size > known for now, then in changed for size, known in zip(now, then, strict=True))
         return any(max(now) > max(then) for now, then in changed)
 
-    def _plan(self, orders: Orders, rates: Rates) -> None:
+    def _plan(self, orders: Orders, measured: list[StepOrder], rates: Rates) -> None:
         """Plan a turn, in a thread: training goes on meanwhile, and does so also if this fails."""
-        for order in orders if self.wants_split else ():
+        for order in measured if self.wants_split else ():
             if order.details is not None and order.details.updates_on_device:
                 self.wants_split = False
                 self.split = weights_for_host(order, self._course.even_bytes, rates)
@@ -239,14 +244,16 @@ class Replay:
                 break
         if sum(len(order.needs) for order in orders) > _MOST_OPERATORS:
             return
-        for turned in _turns(orders):
-            turn = joined(turned)
+        for place, turned in enumerate(_turns(orders)):
+            turn = joined(measured[place:] + measured[:place])
             if turn is None:
                 return
             ordered = problem_of(turn.order, self._course.even_bytes, rates, is_one_memory=self._is_one_memory)
             if ordered is not None:
+                others = {kinds: scripts for kinds, scripts in self._scripts.items() if _rotated(kinds) != orders}
                 with contextlib.suppress(BudgetError):  # the online path may find a way, or says what is missing
-                    self._scripts[turned] = scripts_of(turn, ordered, best_plan([ordered.problem]))
+                    others[turned] = scripts_of(turned, turn, ordered, best_plan([ordered.problem]))
+                self._scripts = others
                 return
 
     def _rates(self) -> Rates:
@@ -274,7 +281,7 @@ class Replay:
     def _expected(self) -> Script | None:
         """Return the plan of the step that is expected: of all places in turns, the one that most steps have led to."""
         best, most = None, -1
-        for orders, scripts in list(self._scripts.items()):  # planning may add one
+        for orders, scripts in self._scripts.items():  # planning replaces it
             for place, script in enumerate(scripts):
                 if script.order is self._course.order:
                     before = itertools.cycle((*reversed(orders[:place]), *reversed(orders[place:])))

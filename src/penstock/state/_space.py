@@ -107,7 +107,7 @@ class PageSpace:
         """Return the pages to be fetched for the operator at ``place``; ``None`` while the host works on one."""
         order = self._course.order
         assert order is not None
-        missing = []
+        missing: dict[Page, None] = {}
         for key in order.needs[place]:
             page = self._register.with_key(key)
             if page is None or order.begun.get(key, -1) > position:  # its next page does not exist yet
@@ -119,8 +119,8 @@ class PageSpace:
                 work = part.host_work
                 if work is not None and not work.is_done:
                     return None
-                missing.append(part)
-        return missing
+                missing[part] = None
+        return [*missing]
 
     def add_up(self, page: Page, stays: Collection[Page], limit: int | None) -> None:
         """Fill a page with the sum of its parts, one after the other; ``limit`` of the bytes in pages, if any."""

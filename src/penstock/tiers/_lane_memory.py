@@ -67,7 +67,7 @@ class LaneMemory:
 
     def hand_over(self, storage: torch.UntypedStorage) -> None:
         """Let others have a storage's memory: whoever gets it next waits for what uses it on the current stream."""
-        if self._forget(storage.data_ptr()):
+        if self.has(storage):  # when it is freed, this lane waits for whichever stream is current then
             self._streams.share(storage, self._streams.current())
 
     def _wait_for_all(self) -> None:

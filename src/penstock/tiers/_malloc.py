@@ -14,7 +14,7 @@ import os
 import threading
 
 from penstock.arguments import checked
-from penstock.native import keep_freed_blocks
+from penstock.native import drop_kept_blocks, keep_freed_blocks
 
 _M_MMAP_THRESHOLD = -3
 _MAPPED_FROM_BYTES = 2**20
@@ -45,7 +45,7 @@ def trim_freed_memory() -> bool:
     Use it at the end of a phase that allocates and frees much. What comes next pays page faults for memory it touches
     again.
     """
-    keep_freed_blocks(keep_freed_blocks(0))
+    drop_kept_blocks()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return trim is not None and bool(trim(0))
 
