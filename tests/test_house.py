@@ -16,8 +16,8 @@ import penstock
 
 SOURCE = Path(penstock.__file__).parent
 LAYERS = {
-    "_deprecated": 0, "_version": 0, "errors": 0, "units": 0, "arguments": 0, "forks": 0, "living": 0, "storages": 0,
-    "devices": 1, "directio": 1, "files": 1, "links": 1, "machines": 1, "native": 1, "ranks": 1,
+    "_deprecated": 0, "_version": 0, "errors": 0, "units": 0, "arguments": 0, "forks": 0, "storages": 0,
+    "devices": 1, "directio": 1, "files": 1, "living": 1, "links": 1, "machines": 1, "native": 1, "ranks": 1,
     "stepping": 1,
     "checkpoints": 2, "probe": 2, "tensorfiles": 2,
     "tiers": 3,
