@@ -21,7 +21,7 @@ from torch import nn
 
 from benchmarks import common
 from benchmarks.state_plans import Llama
-from penstock import fleet, offload, probe
+from penstock import fleet, native, offload, probe
 from penstock.testing import GPT
 
 _NUM_STEPS, _NUM_WARM = 16, 9
@@ -72,6 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("--layers", type=int, default=6)
     options.add_argument("--width", type=int, default=384)
     options.add_argument("--model", action="append", choices=["GPT", "Llama", "ViT"])
+    options.add_argument(
+        "--kept", type=int, action="append", help="MiB of freed blocks that are kept, as ways of their own"
+    )
     options.add_argument("--share", type=float, action="append", help="of the state, beside 24 MiB")
     settings = options.parse_args(arguments)
     shares, rounds = settings.share or [0.5, 0.25, 0.125], _NUM_ROUNDS
@@ -83,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         make = functools.partial(make_model, name, settings.layers, settings.width)
         plain = _plainly(name, make)
         for share in shares:
-            ways = _in_turn(name, make, share, settings.disk, rounds)
+            ways = _in_turn(name, make, share, settings.disk, rounds, settings.kept or [])
             for way, figures in {"plain": plain, **ways}.items():
                 label = f"{name}, {share:.3g} of the state, {way}"
                 rows += [
@@ -104,13 +107,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     common.show("A step within a share of the state", ["", "step", "waits", "user", "system", "in", "out"], lines)
 
 
-def _in_turn(name: str, make: Callable[[], nn.Module], share: float, disk: Path, rounds: int) -> dict[str, Figures]:
+def _in_turn(
+    name: str, make: Callable[[], nn.Module], share: float, disk: Path, rounds: int, kept: Sequence[int]
+) -> dict[str, Figures]:
     """Return figures of all ways within a budget, medians over the rounds; bytes are per parameter and step."""
     found: dict[str, list[Figures]] = {}
     for _ in range(rounds):
         for way, follows_plans in (("operator by operator", False), ("planned", True)):
             found.setdefault(way, []).append(_in_training(name, make, share, disk, follows_plans=follows_plans))
         found.setdefault("fleet of one", []).append(_in_fleet(name, make, share, disk))
+        for size in kept:
+            figures = _in_training(name, make, share, disk, follows_plans=True, kept_bytes=size * 2**20)
+            found.setdefault(f"planned, {size} MiB kept", []).append(figures)
     return {way: {key: median(figures[key] for figures in some) for key in some[0]} for way, some in found.items()}
 
 
@@ -132,10 +140,21 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> 
     optimizer.zero_grad()
 
 
-def _in_training(name: str, make: Callable[[], nn.Module], share: float, disk: Path, *, follows_plans: bool) -> Figures:
+def _in_training(
+    name: str,
+    make: Callable[[], nn.Module],
+    share: float,
+    disk: Path,
+    *,
+    follows_plans: bool,
+    kept_bytes: int | None = None,
+) -> Figures:
     budget_bytes = _budget_bytes(make, share)
     training = offload.training(make, lambda some: torch.optim.AdamW(some, lr=1e-4), budget_bytes, disk=disk)
     training._managed.pages.follows_plans = follows_plans  # nobody but tests and this needs to choose
+
+    if kept_bytes is not None:  # after the training has chosen
+        native.keep_freed_blocks(kept_bytes)
 
     def step(number: int) -> None:
         with training:

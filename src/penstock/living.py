@@ -19,7 +19,7 @@ class _Turns:
     """The time for which a thread may run, longer while one looks."""
 
     def __init__(self) -> None:
-        self._looking = threading.Lock()
+        self._looking = threading.RLock()  # a finalizer of the user's may look, too
         self._before_s: float | None = None
         self._all.add(self)
 
@@ -41,7 +41,7 @@ class _Turns:
                 self._before_s = None
 
     def _renew(self) -> None:
-        self._looking = threading.Lock()
+        self._looking = threading.RLock()
         if self._before_s is not None:
             sys.setswitchinterval(self._before_s)
             self._before_s = None

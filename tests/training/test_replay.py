@@ -12,6 +12,7 @@ from training_loops import Transformer, batches, loss_of, simple_step
 from penstock import probe
 from penstock.offload import training
 from penstock.state import verify
+from penstock.state._copies import Copies
 from penstock.state._replay import Replay
 
 MIB = 2**20
@@ -164,6 +165,40 @@ def test_steps_that_come_in_turns_have_a_plan_together(tmp_path, recompute):
         assert parked == plan.out_bytes(problem) > 0
         assert context.statistics().predicted_step_s == pytest.approx(script.planned.simulated.step_s / 3)
     assert_equal(losses, model, plain)
+
+
+class Mixed(torch.nn.Module):
+    """Matrices, and between them vectors of 24 KiB."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrices = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(256, 256) / 16) for _ in range(8)])
+        self.vectors = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(24, 256)) for _ in range(32)])
+
+    def forward(self, x):
+        for number, vector in enumerate(self.vectors):
+            x = torch.tanh(x @ self.matrices[number // 4]) * vector.mean(0)
+        return x.sum()
+
+
+@pytest.mark.parametrize("begin_s", [0.0, 1e-3])
+def test_small_pages_stay_where_copies_are_dear_to_begin(tmp_path, monkeypatch, begin_s):
+    monkeypatch.setattr(Copies, "begin_s", begin_s)
+    torch.manual_seed(0)
+    model = Mixed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    with opened(tmp_path, model, optimizer, 0.5) as context:
+        for _ in range(6):
+            with context:
+                model(torch.ones(8, 256)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        script = context._managed.pages.replay.script_of(context._managed.pages.course.last)
+        pages, copies = script.ordered.problem.pages, script.planned.plan.copies_in
+        small = [copy for copy in copies if pages[copy.page].size_bytes == 24 * 2**10]
+        assert script.ordered.problem.rates.copy_s == max(begin_s, 8e-6)
+        assert copies
+        assert bool(small) == (begin_s == 0.0)
 
 
 class Interrupted(Exception):

@@ -52,7 +52,7 @@ def _library() -> ctypes.PyDLL | None:
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
     )
     try:
-        # These take nanoseconds: whoever lets other threads go on meanwhile waits for them afterwards.
+        # These exchange a pointer: whoever lets other threads go on meanwhile waits for them afterwards.
         library = ctypes.PyDLL(str(compile_extension(source, flags, versions=torch.__version__)))
     except (PenstockError, OSError):
         return None

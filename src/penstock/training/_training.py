@@ -420,8 +420,11 @@ def _refuse_parallel(model: nn.Module) -> None:
     if not torch.distributed.is_initialized():
         return
     own = {id(parameter) for parameter in model.parameters()}
-    for other in living(nn.parallel.DistributedDataParallel):
-        if own & {id(each) for each in other.parameters()}:
+    for other in living(nn.Module):
+        is_parallel = any(
+            kind.__name__ == "DistributedDataParallel" for kind in type(other).__mro__
+        )  # Apex has one too
+        if is_parallel and own & {id(each) for each in other.parameters()}:
             raise ValueError(
                 "update_in_backward=True updates each parameter before DistributedDataParallel has summed its "
                 "gradient over the ranks; leave it out"
