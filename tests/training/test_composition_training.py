@@ -223,8 +223,12 @@ def train_in_backward_in_a_group(rank, directory):
     wrapped = DistributedDataParallel(model)
     with pytest.raises(ValueError, match="before DistributedDataParallel has summed"), context:
         pass
-    context.close()
     del wrapped
+    theirs = type("DistributedDataParallel", (torch.nn.Module,), {})()  # as of Apex
+    theirs.module = model
+    with pytest.raises(ValueError, match="before DistributedDataParallel has summed"), context:
+        pass
+    context.close()
 
 
 def test_updates_in_backward_are_not_for_ddp(tmp_path):

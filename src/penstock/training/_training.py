@@ -203,11 +203,11 @@ class Training:
                 "the update of a parameter was interrupted half way; go on from the last checkpoint: "
                 "training.load('checkpoints/step-100')"
             )
+        if self._managed.updates_in_backward and self._progress.num_steps <= 1:
+            _refuse_parallel(self.model)
         self._managed.make_others_leave()
         self._is_entered = True
         self._progress.begin_step()
-        if self._managed.updates_in_backward and self._progress.num_steps <= 1:
-            _refuse_parallel(self.model)
         self._managed.taken.parameters()  # some may be new or have new storages
         if self._managed.updates.why_whole:
             self._managed.taken.states(self.optimizer)  # made by other methods than `step`, or replaced
