@@ -8,7 +8,8 @@ the copies take. How long a step takes is simulated, and the best of a few plans
 
 A step repeats, so a plan is a circle: what comes in for the next step is issued in this one.
 
-Cost: 0.1 s of Python for 2,000 operators and 1,000 copies, and 0.05 s for the simulation.
+Cost: 0.9 s of Python for 5,000 operators and 1,500 copies, for the six plans that are tried with their simulations. It
+grows in proportion.
 Guarantee: pages and everything else never take more than the budget, whatever the timing, since memory is given back
 and handed out in the order of the plan.
 Gaps: greedy, not optimal. The tests compare small steps with every choice of what stays. Where a page takes a third
@@ -29,14 +30,12 @@ from penstock.units import format_bytes
 
 _MAX_ROUNDS = 6
 """Steps that are placed before each begins anew, if none is placed as the one before."""
-_TIME_SHARES = (0.02, 0.2)
-_MARGINS = (0.03, 0.08, 0.13)
-_LAGS = (10, 20, 40)
-"""Settings that the search tries: parts of the price of memory that are laid on time, parts of the memory of pages that
-are left to copies in, and operators after which a page that is copied out is given back. The best ones differ from case
-to case (the waterfall of `benchmarks.state_plans`).
+_TIME_SHARES, _MARGINS, _LAGS = (0.02, 0.2), (0.08, 0.03, 0.13), (20, 10, 40)
+"""Settings of `StatePlanner.plan` that the search tries, one after the other, each from its first value. The best ones
+differ from case to case (the waterfall of `benchmarks.state_plans`).
 """
 Bytes = np.ndarray[tuple[int], np.dtype[np.int64]]
+Columns = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
@@ -61,16 +60,15 @@ def best_plan(problems: Iterable[StateProblem]) -> PlannedStep:
     if not planners:
         raise ValueError("give at least one problem: best_plan([problem])")
     refusals: list[BudgetError] = []
-    first: list[tuple[PlannedStep, StatePlanner]] = []
+    first: list[tuple[float, StatePlanner]] = []
     for planner in planners:
         try:
-            first.append((planner.fastest(_MARGINS[1:2], _LAGS[1:2]), planner))
+            first.append((planner.fastest(is_quick=True).simulated.step_s, planner))
         except BudgetError as error:
             refusals.append(error)
     if not first:
         raise refusals[0]
-    best, planner = min(first, key=lambda pair: pair[0].simulated.step_s)
-    return min(best, planner.fastest(_MARGINS, _LAGS), key=lambda planned: planned.simulated.step_s)
+    return min(first, key=lambda pair: pair[0])[1].fastest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +103,34 @@ class StatePlanner:
         ]
         self._choices = [choice for index in range(len(problem.pages)) for choice in self._choices_of(index)]
         self._turns = self._middles()
+        self._stays = self._all_kept()
+        """The pages that stay after each use if everything fits; else ``None``."""
+        self._known: dict[tuple[float, float, int], PlannedStep] = {}
+        """Plans by their settings."""
+        self._kept: dict[tuple[int, float], list[list[bool]]] = {}
+        """The pages that stay after each use, by the margin in bytes and the share of time."""
 
-    def fastest(self, margins: Sequence[float], lags: Sequence[int]) -> PlannedStep:
-        """Return the fastest plan for any of these settings. Raises ``BudgetError`` if nothing fits."""
+    def fastest(self, *, is_quick: bool = False) -> PlannedStep:
+        """Return the fastest plan found; a quick search tries one margin and one lag.
+
+        Raises ``BudgetError`` if nothing fits.
+        """
         self._refuse_small()
-        every = itertools.product(_TIME_SHARES, margins, lags)
-        plans = [self.plan(time_share=time_share, margin=margin, lag=lag) for time_share, margin, lag in every]
-        planned = [
-            PlannedStep(problem=self._problem, plan=plan, simulated=simulate(self._problem, plan)) for plan in plans
-        ]
-        return min(planned, key=lambda step: step.simulated.step_s)
+        margin, lag = _MARGINS[0], _LAGS[0]
+        time_share = min(_TIME_SHARES, key=lambda tried: self._step_s(tried, margin, lag))
+        if not is_quick:
+            margin = min(_MARGINS, key=lambda tried: self._step_s(time_share, tried, lag))
+            lag = min(_LAGS, key=lambda tried: self._step_s(time_share, margin, tried))
+        return self._known[time_share, margin, lag]
+
+    def _step_s(self, time_share: float, margin: float, lag: int) -> float:
+        """Return the seconds of a step that is planned with these settings."""
+        settings = time_share, margin, lag
+        if settings not in self._known:
+            plan = self.plan(time_share=time_share, margin=margin, lag=lag)
+            simulated = simulate(self._problem, plan)
+            self._known[settings] = PlannedStep(problem=self._problem, plan=plan, simulated=simulated)
+        return self._known[settings].simulated.step_s
 
     def plan(self, *, time_share: float, margin: float, lag: int) -> StatePlan:
         """Return a plan.
@@ -125,7 +141,7 @@ class StatePlanner:
         """
         problem = self._problem
         margin_bytes = int(margin * (problem.budget_bytes - max(problem.taken_bytes, default=0)))
-        return self.placed(self._all_kept() or self._keep(margin_bytes, time_share), lag)
+        return self.placed(self._stays or self._keep(margin_bytes, time_share), lag)
 
     def _all_kept(self) -> list[list[bool]] | None:
         """Return that all pages stay, if they fit: then nothing moves but what the host reads and writes."""
@@ -170,30 +186,31 @@ class StatePlanner:
         seconds = np.asarray(self._problem.seconds) + 1e-9  # none takes no time, so that each has its own place
         passed_s = _passed(seconds)
         middles: Floats = np.zeros(len(seconds))
-        for interval in itertools.chain.from_iterable(self._intervals):
-            if (
-                interval.first <= interval.last < interval.first + len(seconds) - 2
-            ):  # one of a whole step is held everywhere
-                middle_s = (_at(passed_s, interval.first) + _at(passed_s, interval.last + 1)) / 2 % passed_s[-1]
-                place = min(int(np.searchsorted(passed_s, middle_s)), len(seconds) - 1)
-                middles[place] += self._problem.pages[interval.page].size_bytes
+        firsts, lasts, sizes = _columns(
+            3,
+            (
+                (interval.first, interval.last, self._problem.pages[interval.page].size_bytes)
+                for interval in itertools.chain.from_iterable(self._intervals)
+                # one of a whole step is held everywhere
+                if interval.first <= interval.last < interval.first + len(seconds) - 2
+            ),
+        )
+        middles_s = (_at(passed_s, firsts) + _at(passed_s, lasts + 1)) / 2 % passed_s[-1]
+        np.add.at(middles, np.minimum(np.searchsorted(passed_s, middles_s), len(seconds) - 1), sizes)
         middles /= max(float(middles.sum()), 1.0)
         return middles
 
     def _keep(self, margin_bytes: int, time_share: float) -> list[list[bool]]:
         """Return for each page and use whether the page stays until its next use."""
+        if (margin_bytes, time_share) in self._kept:
+            return self._kept[margin_bytes, time_share]
         room_bytes = self._problem.budget_bytes - margin_bytes
         seconds = np.asarray(self._problem.seconds) + 1e-9
         paid = _passed(time_share * seconds / seconds.sum() + (1 - time_share) * self._turns)
         circle = _Circle(self._needed.copy())
-        kept = [[False] * len(page.uses) for page in self._problem.pages]
-
-        def value(choice: _Choice) -> float:
-            size_bytes = self._problem.pages[choice.intervals[0].page].size_bytes
-            held = sum(_at(paid, interval.last + 1) - _at(paid, interval.first) for interval in choice.intervals)
-            return choice.saved_s / max(size_bytes * held, 1e-30)
-
-        for choice in sorted(self._choices, key=value, reverse=True):
+        kept = self._kept[margin_bytes, time_share] = [[False] * len(page.uses) for page in self._problem.pages]
+        for number in np.argsort(-self._values(paid), kind="stable"):
+            choice = self._choices[number]
             rest = [interval for interval in choice.intervals if not kept[interval.page][interval.use]]
             size_bytes = self._problem.pages[choice.intervals[0].page].size_bytes
             if all(circle.most(interval.first, interval.last) + size_bytes <= room_bytes for interval in rest):
@@ -201,6 +218,19 @@ class StatePlanner:
                     circle.add(interval.first, interval.last, size_bytes)
                     kept[interval.page][interval.use] = True
         return kept
+
+    def _values(self, paid: Floats) -> Floats:
+        """Return for each choice the seconds of the link that it saves for what it holds, at that price of time."""
+        numbers, firsts, lasts, sizes = _columns(
+            4,
+            (
+                (number, interval.first, interval.last, self._problem.pages[interval.page].size_bytes)
+                for number, choice in enumerate(self._choices)
+                for interval in choice.intervals
+            ),
+        )
+        held = np.bincount(numbers, sizes * (_at(paid, lasts + 1) - _at(paid, firsts)))
+        return np.array([choice.saved_s for choice in self._choices]) / np.maximum(held, 1e-30)
 
     # Placing
 
@@ -364,7 +394,13 @@ def _passed(values: Floats) -> Floats:
     return np.concatenate([[0.0], np.cumsum(values)])
 
 
-def _at(passed: Floats, position: int) -> float:
-    """Return the sum before a position that may lie in another step."""
-    steps, place = divmod(position, len(passed) - 1)
-    return float(passed[place] + steps * passed[-1])
+def _columns(num: int, rows: Iterable[tuple[int, ...]]) -> Columns:
+    """Return the columns of some rows."""
+    return np.array([*rows], dtype=np.int64).reshape(-1, num).T
+
+
+def _at(passed: Floats, positions: Bytes) -> Floats:
+    """Return the sums before positions, which may lie in other steps."""
+    steps, places = np.divmod(positions, len(passed) - 1)
+    sums: Floats = passed[places] + steps * passed[-1]
+    return sums

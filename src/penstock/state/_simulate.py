@@ -2,9 +2,11 @@
 
 A copy is slower while the other direction is busy, and an update on the host while copies use its memory. So time goes
 from one start or end of anything to the next. The host's own time for issuing is left out: a replay asks nothing, so
-the host is ahead (in a trial, 5 to 60 us for each operator gave the same steps).
+the host is ahead (in a trial, 5 to 60 us for each operator gave the same steps). Operators of which only the first
+waits and only the last is waited for are one piece of work.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from penstock.state._schedule import NEVER, StatePlan
 
 _NUM_STEPS = 4
 _COUNTED = 2
-"""The step that counts, from 0. The first ones fill the device, and the last has no next one to bring pages for."""
+"""The step that counts, from 0. The first ones fill the device, and pages for the one after it come meanwhile."""
 _LEAST_HOST_SHARE = 0.2
 """Part of the host memory's rate that updates keep while copies run."""
 _IN, _OUT, _UPDATE = range(3)
@@ -54,18 +56,21 @@ class _Flows:
         self._bytes_per_s = [1.0, 1.0, 1.0]
         self._changed_s = 0.0
 
-    def change(self, now_s: float, begun: Sequence[tuple[int, float]], ended: Sequence[int]) -> None:
-        """Begin some with that many bytes, and end some."""
+    def end(self, kind: int, now_s: float) -> None:
+        """End one of them. The others are told by the next `change`, at the same time."""
+        self.busy_s[kind] += now_s - self._changed_s
+        self.ends_s[kind] = _IDLE
+
+    def change(self, now_s: float, begun: Sequence[tuple[int, float]]) -> None:
+        """Begin some with that many bytes, beside those that run."""
         passed_s, self._changed_s = now_s - self._changed_s, now_s
         for kind in (_IN, _OUT, _UPDATE):
             if self.ends_s[kind] != _IDLE:
                 self.busy_s[kind] += passed_s
                 self._left_bytes[kind] -= passed_s * self._bytes_per_s[kind]
-        for kind in ended:
-            self.ends_s[kind] = _IDLE
         for kind, size_bytes in begun:
             self.ends_s[kind], self._left_bytes[kind] = now_s, size_bytes
-        is_in, is_out, _ = (end_s != _IDLE for end_s in self.ends_s)
+        is_in, is_out = self.ends_s[_IN] != _IDLE, self.ends_s[_OUT] != _IDLE
         rates, speeds = self._rates, self._bytes_per_s
         speeds[_IN] = rates.both_in_bytes_per_s if is_out else rates.in_bytes_per_s
         speeds[_OUT] = rates.both_out_bytes_per_s if is_in else rates.out_bytes_per_s
@@ -81,7 +86,9 @@ class _Simulation:
     """A run of some steps. It is wide because every kind of work has its own queue, and conditions to begin."""
 
     def __init__(self, problem: StateProblem, plan: StatePlan, seconds: Sequence[float]):
-        self._problem, self._plan, self._seconds = problem, plan, seconds
+        self._problem, self._plan = problem, plan
+        self._pieces = _pieces(problem, plan, seconds)
+        """For each position at which a piece of work begins, its seconds and its number of operators."""
         self._size, self._num_ins, self._num_outs = len(seconds), len(plan.copies_in), len(plan.copies_out)
         pages, rates = problem.pages, problem.rates
         overhead_in, overhead_out = rates.copy_s * rates.both_in_bytes_per_s, rates.copy_s * rates.both_out_bytes_per_s
@@ -100,13 +107,14 @@ class _Simulation:
     def run(self) -> Simulated:
         """Run all steps, and return what the one that counts took."""
         flows, done, size = _Flows(self._problem.rates), self._num_done, self._size
-        now_s, operator_ends_s, updating = 0.0, _IDLE, (0, 0)
+        now_s, operator_ends_s, num_computed, updating, has_ended = 0.0, _IDLE, 0, (0, 0), False
         marks: list[tuple[float, list[float]]] = []
-        while done[2] < _NUM_STEPS * size:
+        while len(marks) <= _COUNTED:
             if operator_ends_s == _IDLE and self._can_compute():
                 if done[2] % size == 0:
                     self._begin_step(done[2] // size)
-                operator_ends_s = now_s + self._seconds[done[2] % size]
+                seconds, num_computed = self._pieces[done[2] % size]
+                operator_ends_s = now_s + seconds
             begun: list[tuple[int, float]] = []
             if flows.ends_s[_IN] == _IDLE and self._can_copy_in():
                 begun.append((_IN, self._in_bytes[done[_IN] % self._num_ins]))
@@ -115,25 +123,25 @@ class _Simulation:
             if flows.ends_s[_UPDATE] == _IDLE and (ready := self._ready_update()):
                 updating = ready
                 begun.append((_UPDATE, self._problem.updates[updating[1]].size_bytes))
-            if begun:
-                flows.change(now_s, begun, ())
+            if begun or has_ended:
+                flows.change(now_s, begun)
             now_s = min(operator_ends_s, *flows.ends_s)
             if now_s == _IDLE:
                 raise InternalError("the plan waits for itself")
             if operator_ends_s <= now_s:
                 operator_ends_s = _IDLE
-                done[2] += 1
+                done[2] += num_computed
                 if done[2] % size == 0:
-                    flows.change(now_s, (), ())
+                    flows.change(now_s, ())
                     marks.append((now_s, [*flows.busy_s]))
             ended = [kind for kind in (_IN, _OUT, _UPDATE) if flows.ends_s[kind] <= now_s]
-            if ended:
-                flows.change(now_s, (), ended)
-                for kind in ended:
-                    if kind == _UPDATE:
-                        self._is_updated[updating[0]][updating[1]] = True
-                    else:
-                        done[kind] += 1
+            has_ended = bool(ended)
+            for kind in ended:
+                flows.end(kind, now_s)
+                if kind == _UPDATE:
+                    self._is_updated[updating[0]][updating[1]] = True
+                else:
+                    done[kind] += 1
         (before_s, busy_before), (after_s, busy_after) = marks[_COUNTED - 1 : _COUNTED + 1]
         in_s, out_s, update_s = (after - before for before, after in zip(busy_before, busy_after, strict=True))
         return Simulated(step_s=after_s - before_s, in_s=in_s, out_s=out_s, update_s=update_s)
@@ -185,3 +193,18 @@ class _Simulation:
                 del self._waiting[place]
                 return step, number
         return None
+
+
+def _pieces(problem: StateProblem, plan: StatePlan, seconds: Sequence[float]) -> dict[int, tuple[float, int]]:
+    """Return the operators of a step in pieces: only the first of each waits, and only the last is waited for."""
+    size = len(seconds)
+    waited_for = {copy.operator % size for copy in (*plan.copies_in, *plan.copies_out) if copy.operator != NEVER}
+    starts = [0, *(place + 1 for place in waited_for), *(update.after % size + 1 for update in problem.updates), size]
+    for needs in (plan.needs_in, plan.needs_out):
+        latest = NEVER
+        for position, need in enumerate(needs):
+            if need > latest:  # else it was waited for before
+                latest = need
+                starts.append(position)
+    pairs = itertools.pairwise(sorted(set(starts)))
+    return {start: (sum(seconds[start:end]), end - start) for start, end in pairs}
