@@ -285,7 +285,7 @@ def test_rates_that_no_disk_has_are_measured_again(tmp_path, monkeypatch, rate):
     monkeypatch.setattr(_bandwidth, "_disk_lanes", lambda *_: lanes)
     monkeypatch.setattr(_bandwidth, "_links_of_disk", lambda: {Link(DEVICE, DISK), Link(DISK, DEVICE)})
     first = bandwidths(tmp_path)
-    file = _bandwidth._cache_file()
+    file = _bandwidth.cache_folder() / "bandwidths.json"
     content = json.loads(file.read_text())
     next(iter(content.values()))[0]["bandwidth_bytes_per_s"] = rate
     for text in (json.dumps(content), "[" * 100_000, json.dumps({key: value[:1] for key, value in content.items()})):

@@ -1,4 +1,4 @@
-"""Reading of small files that a crash, a disk or a person may have changed; an error names the file.
+"""Reading of small files that a crash, a disk or a person may have changed; an error names the file. And the cache.
 
 Nothing in them is executed, and no pipe or device is waited for.
 """
@@ -10,7 +10,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-__all__ = ["check_is_file", "parse_json", "read_json", "read_text"]
+__all__ = ["cache_folder", "check_is_file", "parse_json", "read_json", "read_text"]
 
 
 def check_is_file(path: str | os.PathLike[str]) -> None:
@@ -20,6 +20,11 @@ def check_is_file(path: str | os.PathLike[str]) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if not stat.S_ISREG(mode):
         raise ValueError(f"{path} must be a file, not a pipe, a socket or a device; copy its contents into a file")
+
+
+def cache_folder() -> Path:
+    """Return the folder of the user's that keeps what can be made again. Raises ``RuntimeError`` without a home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
 
 
 def read_text(path: Path) -> str:

@@ -373,6 +373,26 @@ def test_a_cast_that_is_held_keeps_its_values_when_the_host_begins_to_update(pro
     assert own.statistics().num_host_updates > 0
 
 
+def test_a_second_run_begins_with_the_updates_that_the_host_had_in_the_first(prompt_device, make_training, monkeypatch):
+    monkeypatch.setattr(Replay, "prepare", functools.partialmethod(Replay.prepare, is_waited_for=True))
+    monkeypatch.setattr("penstock.state._replay.weights_for_host", lambda order, *_: late_weights(order, 1.0))
+    batch = make_batch(prompt_device)
+
+    def train(num_steps):
+        model = make_model(prompt_device)
+        own = make_training(model, torch.optim.AdamW(model.parameters(), lr=0.1), 2**20, update="auto")
+        for _ in range(num_steps):
+            with own:
+                step(model, own.optimizer, batch)
+        statistics = own.statistics()
+        own.close(discard=True)  # what stayed on the device would be part of the next budget
+        return statistics.num_host_updates
+
+    assert train(4) == 0  # the device does all while steps are measured
+    assert train(14) > 0
+    assert train(4) > 0
+
+
 class Products(nn.Module):
     """Weights alone, each cast and used as its loop says."""
 

@@ -20,7 +20,7 @@ import torch
 from penstock.arguments import checked
 from penstock.devices import accelerators, backend_of
 from penstock.directio import DeviceFile, SpillFile
-from penstock.files import read_json
+from penstock.files import cache_folder, read_json
 from penstock.links import DEVICE, DISK, HOST, Link
 from penstock.probe._gds import gpu_direct_storage
 
@@ -219,13 +219,9 @@ def _key(directory: Path) -> str:
     return f"{platform.node()}/{device}/{file_system}"
 
 
-def _cache_file() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "bandwidths.json"
-
-
 def _load_cache() -> dict[str, list[dict[str, Any]]]:  # any: JSON that somebody may have edited; LaneBandwidth checks
     try:
-        cache = read_json(_cache_file())
+        cache = read_json(cache_folder() / "bandwidths.json")
         for lanes in cache.values():
             for lane in lanes:
                 bandwidth = LaneBandwidth(**lane)
@@ -241,7 +237,7 @@ def _load_cache() -> dict[str, list[dict[str, Any]]]:  # any: JSON that somebody
 
 
 def _store_cache(cache: dict[str, list[dict[str, Any]]]) -> None:
-    file = _cache_file()
+    file = cache_folder() / "bandwidths.json"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         draft = file.with_suffix(f".{os.getpid()}")

@@ -6,6 +6,7 @@ Pages, which a training works with:
 - `PageWatch`: sees every operator and fetches its pages; `do_pending`, `do_all_pending` do the updates that are due.
 - `Taken`: a model's parameters, gradients and states as pages. `Updates`, `UpdatedBy`: the optimizer's step on them.
 - `OthersMeter`: measures what else is on the device. `nbytes_of`: the bytes of a tensor and of what it is made of.
+- `StepCache`: the kinds of step of earlier runs of a training.
 - `account_of`: the account of a call that takes a budget or tiers one by one.
 
 Plans, without device code:
@@ -38,6 +39,7 @@ from penstock.state._problem import HostUpdate as HostUpdate
 from penstock.state._problem import Rates as Rates
 from penstock.state._problem import StateProblem as StateProblem
 from penstock.state._problem import StepPage as StepPage
+from penstock.state._recalled import StepCache as StepCache
 from penstock.state._record import RecordedStorage as RecordedStorage
 from penstock.state._record import StepRecord as StepRecord
 from penstock.state._replay import Replay as Replay

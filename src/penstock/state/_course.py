@@ -54,8 +54,9 @@ class Course:
     def wants_measure(self) -> bool:
         """Whether the bytes outside of pages in the next step are still unknown."""
         expected = self._follower.expected
-        num_measured = self._num_without_pages if expected is None else expected.num_measured
-        return num_measured < _NUM_MEASURED
+        if expected is None:
+            return self._num_without_pages < _NUM_MEASURED
+        return expected.num_measured < _NUM_MEASURED or expected.is_recalled
 
     @property
     def is_measured(self) -> bool:
@@ -86,6 +87,10 @@ class Course:
     def orders(self) -> list[StepOrder]:
         """The orders of all kinds of step that are remembered."""
         return self._follower.orders
+
+    def recall(self, orders: Sequence[StepOrder]) -> None:
+        """Expect steps of these kinds, of which an earlier run knew everything, in turns."""
+        self._follower.recall(orders)
 
     def has_details(self, order: StepOrder) -> bool:
         """Whether enough was measured of an order to plan it."""
@@ -126,6 +131,23 @@ class Course:
             self._follower.now.begin(page.key, page.size_bytes if page.kind is PageKind.OTHER else 0)
             if self._follower.now.details is not None:
                 self._follower.now.details.born_bytes[page.key] = page.size_bytes
+
+    def call(self, page: Page, name: str, kind: PageKind) -> None:
+        """Give a page the name and kind that it turns out to have, and the key that it has by this name in every step.
+
+        Else its key would be its number among the results, and change with what comes before.
+        """
+        self._copies.call(page, name, kind)
+        now, before = self._follower.now, page.key
+        begun = now.begun.get(before) if self.is_in_step else None
+        is_new = begun is not None and not any(before in needed for needed in now.needs[begun:])
+        if kind is PageKind.GRADIENT and not is_new:
+            return
+        if self._register.rekey(page, name, is_new=is_new) and is_new:
+            now.begun[page.key] = now.begun.pop(before)
+            if now.details is not None:
+                now.details.born_bytes[page.key] = now.details.born_bytes.pop(before)
+            self._ranks.rank(page, self.order, self.position + 1, is_new=True)
 
     def record_details(self) -> Details:
         """Record what a plan needs of the step that has just begun."""

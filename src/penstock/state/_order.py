@@ -3,7 +3,7 @@
 import bisect
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.errors import BudgetError
@@ -11,6 +11,8 @@ from penstock.units import format_bytes
 
 _NUM_PAST = 32
 """Steps that are remembered, to tell which kind comes next: two turns of sixteen micro-batches."""
+_NUM_FIRST = 3
+"""Steps of a run that are unlike those of an earlier one: one without updates that are due, one that makes states."""
 MAX_ORDERS = 8
 """The most kinds of step remembered: with and without an update, first and later micro-batches, evaluation."""
 
@@ -93,6 +95,8 @@ class StepOrder:
     """For each operator, the most bytes outside of pages until the next one; empty if not measured."""
     num_measured: int = 0
     """Number of times this was measured. The second time includes small states that the first step made."""
+    is_recalled: bool = False
+    """Whether an earlier run has measured this, and this one has not yet."""
     was_recorded: bool = False
     """Whether a timeline was recorded of a step that followed this order."""
     _begun_until: list[int] = field(default_factory=list)
@@ -121,10 +125,16 @@ class StepOrder:
         before = self.others_bytes or others_bytes
         self.others_bytes = [max(pair) for pair in zip(before, others_bytes, strict=True)]
         self.num_measured += 1
+        self.is_recalled = False
         self.sizes, self.begun_bytes, self.begun = as_seen.sizes, as_seen.begun_bytes, as_seen.begun
         self.details = as_seen.details
         self._begun_until = [0, *itertools.accumulate(self.begun_bytes)]
         self._nexts.clear()
+
+    def recalled(self) -> None:
+        """Take what is in it as an earlier run's, which has measured it often enough."""
+        self.measured(self.others_bytes, self)
+        self.num_measured, self.is_recalled = 2, True
 
     def precede(self, then: "StepOrder") -> None:
         """Note the kind of step that came after it."""
@@ -202,6 +212,16 @@ class Follower:
         """The orders of the last steps, the latest one last."""
         self.expected: StepOrder | None = None
         """The order of the next step, as far as is known."""
+        self._num_first = 0
+        """The most steps that may still be a run's first ones, which are like no others as they make the states."""
+
+    def recall(self, orders: Sequence[StepOrder]) -> None:
+        """Expect a turn of an earlier run."""
+        self.orders, self.past, self.expected = [*orders], [*orders, *orders], orders[0]
+        self._num_first = _NUM_FIRST
+        for order, then in itertools.pairwise([*orders, orders[0]]):
+            order.recalled()
+            order.precede(then)
 
     @property
     def last(self) -> StepOrder | None:
@@ -248,9 +268,11 @@ class Follower:
         if same is not None:
             self.orders.remove(same)
         self.orders = [*self.orders, order][-MAX_ORDERS:]
+        self._num_first = self._num_first - 1 if same is None and self._num_first else 0
+        came = self.expected if self._num_first and self.expected is not None else order
         if self.last is not None:
-            self.last.precede(order)
-        self.past = [*self.past, order][-_NUM_PAST:]
+            self.last.precede(came)
+        self.past = [*self.past, came][-_NUM_PAST:]
         self.expected = self._after(self.past)
         self.expected.precede(self._after([*self.past, self.expected]))
         return order

@@ -50,6 +50,32 @@ class Register:
         self.num_changes += 1
         return page
 
+    def places(self) -> dict[Any, list[int]]:  # any: see `add`
+        """Return the keys of pages by their place, which is the same in each run."""
+        return {place: [*keys] for place, keys in self._keys.by_place.items()}
+
+    def restore(self, places: dict[Any, list[int]]) -> None:
+        """Give places the keys that they had in an earlier run, and the pages so far, too."""
+        place_of = {key: place for place, keys in self._keys.by_place.items() for key in keys}
+        pages, self._keys = list(self._by_key.values()), _Keys(places)
+        self._by_key, self._last = {}, {}
+        for page in pages:
+            page.key = self._keys.free(place_of[page.key], self._by_key)
+            self._by_key[page.key] = self._last[page.key] = page
+
+    def rekey(self, page: Page, place: Any, *, is_new: bool) -> bool:  # any: see `add`
+        """Move a page to another place; return whether it has another key now.
+
+        A page that is not new, so that operators know its key, is moved only if no page was at the place before.
+        """
+        key = self._keys.free(place, self._by_key)
+        if self._by_key.get(page.key) is not page or (key in self._last and not is_new):
+            return False
+        del self._by_key[page.key]
+        page.key = key
+        self._by_key[key] = self._last[key] = page
+        return True
+
     def remove(self, page: Page) -> None:
         """Forget a page."""
         self.num_changes += 1
@@ -96,13 +122,13 @@ class Register:
 class _Keys:
     """Keys for pages by label or by position in the step. A place has several where pages of earlier steps live on."""
 
-    def __init__(self) -> None:
-        self._by_place: dict[Any, list[int]] = {}  # any: a text, a number
-        self._new = itertools.count()
+    def __init__(self, by_place: dict[Any, list[int]] | None = None):  # any: a text, a number
+        self.by_place = by_place or {}
+        self._new = itertools.count(1 + max(itertools.chain.from_iterable(self.by_place.values()), default=-1))
 
     def free(self, place: Any, taken: Mapping[int, Page]) -> int:
         """Return the first key of the place that no living page has."""
-        keys = self._by_place.setdefault(place, [])
+        keys = self.by_place.setdefault(place, [])
         for key in keys:
             page = taken.get(key)
             if page is None or page.is_dead:

@@ -12,6 +12,7 @@ import itertools
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.errors import BudgetError
 from penstock.state._copies import Copies
@@ -22,12 +23,15 @@ from penstock.state._order_split import weights_for_host
 from penstock.state._page import Page, PageState
 from penstock.state._plan import PlannedStep, best_plan
 from penstock.state._problem import Rates
+from penstock.state._recalled import Recalled, StepCache
 from penstock.state._register import Register
 from penstock.state._turns import StepTurn, joined
 
 Orders = tuple[StepOrder, ...]
 _MOST_OPERATORS = 80_000
 """The longest turn that is planned. One of 5,600 operators takes 1.2 s of a thread, one of 22,300 6 s."""
+_NEAR = 16
+"""Divisor of a budget that gives the difference up to which the updates on the host are taken from an earlier run."""
 _COPY_S = 8e-6
 """Seconds that a device takes for each copy beside its bytes."""
 _UNKNOWN_BYTES_PER_S = 5e9
@@ -162,6 +166,12 @@ class Replay:
         """Scripts by the kinds of step of a turn. There are none where no plan keeps the budget."""
         self._planned_for: dict[Orders, list[list[int]]] = {}
         """The bytes outside of pages that each turn was planned for last."""
+        self._cache: StepCache | None = None
+        """The file for later runs of the same training."""
+        self._rates_before: Rates | None = None
+        """The rates of an earlier run, until this one has its own."""
+        self._hosted = frozenset[int]()
+        """Keys of the weights that the host updates as planned."""
         self._thread: threading.Thread | None = None
         self._script: Script | None = None
         """The plan that the step under way follows."""
@@ -196,6 +206,25 @@ class Replay:
 
     # Planning
 
+    def recall(self, cache: StepCache) -> None:
+        """Plan the steps of an earlier run, if the cache has them, and store those of this one."""
+        self._cache, recalled = cache, cache.recall()
+        if recalled is None or (recalled.hosted and not self._is_near(recalled.budget_bytes)):
+            return
+        self._register.restore(recalled.places)
+        grown_bytes = max(0, self._course.others_bytes - recalled.others_bytes)
+        for order in recalled.orders:
+            order.others_bytes = [size_bytes + grown_bytes for size_bytes in order.others_bytes]
+        self._course.recall(recalled.orders)
+        self._rates_before, self._hosted = recalled.rates, recalled.hosted
+        if recalled.hosted:
+            self.host_bytes_per_s, self.split = recalled.rates.host_bytes_per_s, recalled.hosted
+        self.prepare()
+
+    def _is_near(self, budget_bytes: int) -> bool:
+        """Whether the host would have about as many updates with that budget."""
+        return abs(self._course.budget_bytes - budget_bytes) * _NEAR < budget_bytes
+
     def prepare(self, *, is_waited_for: bool = False) -> None:
         """Plan the kinds of step that come in turns, beside what follows, if they are measured and have no plan yet."""
         orders = _rotated(self._course.turn)
@@ -212,7 +241,7 @@ class Replay:
         thread = threading.Thread(
             # of orders as they are now: the next measurement replaces what they consist of
             target=self._plan,
-            args=(orders, [*map(copy.copy, orders)], self._rates()),
+            args=(orders, [*map(copy.copy, orders)], self._rates(), self._register.places()),
             name="penstock planning",
             daemon=True,
         )
@@ -233,12 +262,15 @@ class Replay:
             return any(size > known for now, then in changed for size, known in zip(now, then, strict=True))
         return any(max(now) > max(then) for now, then in changed)
 
-    def _plan(self, orders: Orders, measured: list[StepOrder], rates: Rates) -> None:
+    def _plan(
+        self, orders: Orders, measured: list[StepOrder], rates: Rates, places: dict[Any, list[int]]
+    ) -> None:  # any: a text, a number
         """Plan a turn, in a thread: training goes on meanwhile, and does so also if this fails."""
         for order in measured if self.wants_split else ():
             if order.details is not None and order.details.updates_on_device:
                 self.wants_split = False
                 self.split = weights_for_host(order, self._course.even_bytes, rates)
+                self._hosted = self.split
                 if self.split:
                     return  # the next steps are others
                 break
@@ -254,11 +286,23 @@ class Replay:
                 with contextlib.suppress(BudgetError):  # the online path may find a way, or says what is missing
                     others[turned] = scripts_of(turned, turn, ordered, best_plan([ordered.problem]))
                 self._scripts = others
+                if turned in others and self._cache is not None:
+                    known = Recalled(
+                        orders=tuple(measured[place:] + measured[:place]),
+                        places=places,
+                        rates=rates,
+                        hosted=self._hosted,
+                        others_bytes=self._course.others_bytes,
+                        budget_bytes=self._course.budget_bytes,
+                    )
+                    self._cache.store(known)
                 return
 
     def _rates(self) -> Rates:
         out, into = self._copies.waterfall.rates_bytes_per_s()
-        in_bytes_per_s, out_bytes_per_s = max(into or _UNKNOWN_BYTES_PER_S, 1.0), max(out or _UNKNOWN_BYTES_PER_S, 1.0)
+        before = self._rates_before
+        in_bytes_per_s = max(into or (before.in_bytes_per_s if before else _UNKNOWN_BYTES_PER_S), 1.0)
+        out_bytes_per_s = max(out or (before.out_bytes_per_s if before else _UNKNOWN_BYTES_PER_S), 1.0)
         return Rates(
             in_bytes_per_s=in_bytes_per_s,
             out_bytes_per_s=out_bytes_per_s,

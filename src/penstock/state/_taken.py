@@ -41,7 +41,7 @@ class Taken:
                 self._take_over(parameter)
                 self._pages.trim()
             elif page.kind is not PageKind.PARAMETER:
-                self._pages.copies.call(page, self.name(parameter), PageKind.PARAMETER)
+                self._pages.course.call(page, self.name(parameter), PageKind.PARAMETER)
             if parameter.requires_grad and id(parameter) not in self._hooked:
                 self._hooked.add(id(parameter))
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self.on_gradient))
@@ -109,7 +109,7 @@ class Taken:
         page = self._pages.find(id_or_zero(tensor))
         if page is not None:
             if page.kind is PageKind.OTHER:
-                self._pages.copies.call(page, name, kind)
+                self._pages.course.call(page, name, kind)
             return
         self._pages.claim(id_or_zero(tensor))
         if self._may_move(tensor):

@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import gc
 import os
+import platform
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -11,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
+from penstock.devices import backend_of
 from penstock.errors import BudgetError
 from penstock.probe import held_bytes
-from penstock.state import Pages, PageWatch, Taken, UpdatedBy, Updates, do_all_pending, do_pending
+from penstock.state import Pages, PageWatch, StepCache, Taken, UpdatedBy, Updates, do_all_pending, do_pending
 from penstock.storages import id_or_zero
 from penstock.tiers import Budget, Waterfall, waterfall_for
 from penstock.training._made import check_optimizer, made, move, refuse_too_much
@@ -103,6 +106,16 @@ class Managed:
                 "moved, because it does not belong to this model or its optimizer, or is too small"
             )
         _open.add(self)
+
+    def recall(self, *settings: object) -> None:
+        """Begin with the plan of an earlier run of the same training on this machine; ``settings`` tell it, too."""
+        model = [
+            (name, None if is_lazy(parameter) else parameter.shape, parameter.dtype, parameter.requires_grad)
+            for name, parameter in self.model.named_parameters()
+        ]
+        machine = platform.node(), str(self.device), backend_of(self.device).name
+        kinds = type(self.model).__qualname__, type(self.optimizer).__qualname__, self.updates.why_whole
+        self.pages.replay.recall(StepCache((machine, kinds, settings, model)))
 
     def _take_over(self) -> None:
         """Make pages of parameters, gradients and states, now and whenever there are new ones."""

@@ -189,6 +189,7 @@ class Training:
             raise
         self.model, self.optimizer = self._managed.model, self._managed.optimizer
         self._managed.watch.adopts_results = moves_activations
+        self._managed.recall(update, update_in_backward, moves_activations)
 
     def __enter__(self) -> Self:
         self._refuse_unusable()
