@@ -184,7 +184,7 @@ def step_on_host(
     twin = nn.Parameter(weight, requires_grad=parameter.requires_grad)
     twin.__dict__.update(parameter.__dict__)  # attributes that an optimizer may look at
     twin.grad = gradient
-    own = _groups_with(twin, parameter, _in_one_pass(optimizer, groups, [weight, gradient, *large]))
+    own = groups_with(twin, parameter, _in_one_pass(optimizer, groups, [weight, gradient, *large]))
     (after,) = step_part(optimizer, [twin], {twin: dict(state)}, groups=own).values()
     changed: State = {}
     for field, value in after.items():
@@ -273,7 +273,7 @@ def is_number(value: object) -> bool:
     return is_here(value) and (value is None or isinstance(value, torch.Tensor | int | float | str))
 
 
-def _groups_with(twin: torch.Tensor, parameter: torch.Tensor, groups: Groups) -> list[dict[str, Any]]:
+def groups_with(twin: torch.Tensor, parameter: torch.Tensor, groups: Groups) -> list[dict[str, Any]]:
     """Return the optimizer's groups with ``twin`` in place of ``parameter`` and without all other parameters."""
     return [{**group, "params": [twin] if any(own is parameter for own in group["params"]) else []} for group in groups]
 

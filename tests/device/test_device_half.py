@@ -1,5 +1,6 @@
 """Under autocast, with updates on the host: weights and gradients travel in half precision, and numbers are plain's."""
 
+import contextlib
 import copy
 import functools
 import gc
@@ -373,20 +374,22 @@ def test_a_cast_that_is_held_keeps_its_values_when_the_host_begins_to_update(pro
     assert own.statistics().num_host_updates > 0
 
 
-def test_a_second_run_begins_with_the_updates_that_the_host_had_in_the_first(prompt_device, make_training, monkeypatch):
+def test_a_second_run_begins_with_the_updates_that_the_host_had_in_the_first(prompt_device, monkeypatch):
     monkeypatch.setattr(Replay, "prepare", functools.partialmethod(Replay.prepare, is_waited_for=True))
     monkeypatch.setattr("penstock.state._replay.weights_for_host", lambda order, *_: late_weights(order, 1.0))
-    batch = make_batch(prompt_device)
+    batch, model = make_batch(prompt_device), make_model(prompt_device)
+    budget = probe.held_bytes(prompt_device) + 2**20
+    del model
 
     def train(num_steps):
+        gc.collect()
         model = make_model(prompt_device)
-        own = make_training(model, torch.optim.AdamW(model.parameters(), lr=0.1), 2**20, update="auto")
-        for _ in range(num_steps):
-            with own:
-                step(model, own.optimizer, batch)
-        statistics = own.statistics()
-        own.close(discard=True)  # what stayed on the device would be part of the next budget
-        return statistics.num_host_updates
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        with contextlib.closing(offload.training(model, optimizer, budget, host="64MiB", update="auto")) as own:
+            for _ in range(num_steps):
+                with own:
+                    step(model, optimizer, batch)
+            return own.statistics().num_host_updates
 
     assert train(4) == 0  # the device does all while steps are measured
     assert train(14) > 0

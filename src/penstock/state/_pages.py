@@ -240,14 +240,24 @@ class Pages:
             self.copies.written(page)
 
     @contextlib.contextmanager
-    def quietly(self, pages: Sequence[Page], written: Collection[Page], *, are_plain: bool) -> Iterator[None]:
+    def quietly(
+        self,
+        pages: Sequence[Page],
+        written: Collection[Page],
+        *,
+        are_plain: bool,
+        is_noted: bool = True,
+        made_bytes: int | None = None,
+    ) -> Iterator[None]:
         """Run this thread's operators on ``pages`` without looking at each of them, while the block runs.
 
-        What else they make is measured as with any operator. Until then it is assumed to be as large as the pages.
+        What else they make is measured as with any operator. Until then it is assumed to be ``made_bytes``, or as large
+        as the pages.
         ``are_plain``: no operator works on a tensor of another class than PyTorch's own, so none needs a mode.
         """
         with self._moving():
-            self.need(pages, written, made_bytes=sum(page.size_bytes for page in pages))
+            made_bytes = sum(page.size_bytes for page in pages) if made_bytes is None else made_bytes
+            self.need(pages, written, is_noted=is_noted, made_bytes=made_bytes)
             with no_dispatch() if are_plain else contextlib.nullcontext():
                 yield
 
@@ -274,6 +284,13 @@ class Pages:
         """Begin to copy a page out, and empty it as soon as the copy is complete."""
         with self._moving():
             self.copies.leave(page)
+
+    def leave_now(self, pages: Sequence[Page]) -> None:
+        """Let pages leave, and wait until they have; one that cannot leave stays."""
+        with self._moving():
+            for page in pages:
+                self.copies.leave(page)
+            self._space.settle([page for page in self.copies.leaving() if page in pages])
 
     def outdated(self, pages: Sequence[Page]) -> None:
         """Empty pages whose bytes below were changed by the host, after their copies out."""

@@ -22,6 +22,7 @@ from penstock.state._page import Page
 from penstock.state._pages import Pages
 from penstock.state._past import do_pending
 from penstock.state._promise import Promise
+from penstock.state._slices import SlicedUpdates
 from penstock.state._taken import Taken
 from penstock.stepping import State, own_class, step_part, tensors_in, why_whole
 from penstock.storages import id_or_zero
@@ -62,6 +63,8 @@ class Updates:
         )
         """The updates on the host; ``None`` if the device does all."""
         casts.name, casts.hosted = taken.name, None if update == "host" else ()
+        self._slices = SlicedUpdates(optimizer, pages, taken, casts)
+        """The updates on the device in slices."""
         self._is_planned = update == "auto"
         """Whether a plan says which updates are the host's. Until there is one, the device does all."""
         self._hosted: frozenset[int] = frozenset()
@@ -155,7 +158,11 @@ class Updates:
                     continue
                 if not is_scaled and (self._is_small(parameter) or (are_at_rest and self._is_at_hand(parameter))):
                     small.append(parameter)
-                elif is_scaled or not self._defer(parameter, {**own, "params": [parameter]}):
+                elif (
+                    is_scaled
+                    or self._is_in_slices(parameter)
+                    or not self._defer(parameter, {**own, "params": [parameter]})
+                ):
                     self._update_now(parameter)
         self._update_together(small)
         self._forget_updated()
@@ -218,6 +225,11 @@ class Updates:
         update.put_off()
         return True
 
+    def _is_in_slices(self, parameter: torch.Tensor) -> bool:
+        """Whether the device is to update a parameter in slices."""
+        is_hosted = self._host is not None and (not self._is_planned or id(parameter) in self._hosted)
+        return not is_hosted and self._slices.wants(parameter, self._optimizer.state.get(parameter, {}))
+
     def _is_for_host(self, parameter: torch.Tensor, pages: Sequence[Page]) -> bool:
         if self._is_planned:
             return id(parameter) in self._hosted
@@ -227,6 +239,11 @@ class Updates:
     def _update(self, parameter: torch.Tensor, live: State, now: State, settings: Sequence[Mapping[str, Any]]) -> None:
         """Do the update. ``live`` is the optimizer's entry, ``now`` what was in it when the step was due."""
         before, first = dict(now), self._pages.course.position + 1
+        if self._slices.wants(parameter, now):
+            changed = self._slices.update(parameter, now, settings)
+            if changed is not None:
+                self._keep(parameter, live, before, changed)
+                return
         weight, gradient, *states = [
             self._pages.find(id_or_zero(tensor))
             for tensor in (parameter, parameter.grad, *now.values())
@@ -358,7 +375,7 @@ class Updates:
     @property
     def is_broken(self) -> bool:
         """Whether an update began and did not finish, so that the model is in a state between two steps."""
-        return self._is_broken or (self._host is not None and self._host.failed)
+        return self._is_broken or self._slices.is_broken or (self._host is not None and self._host.failed)
 
     @property
     def num_on_host(self) -> int | None:
@@ -374,4 +391,4 @@ class Updates:
                 page.pending.forget()
             page.pending = page.scaling = None
         self._forget_updated()
-        self._is_broken = False
+        self._is_broken = self._slices.is_broken = False

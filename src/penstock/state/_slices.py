@@ -1,0 +1,183 @@
+"""Updates on the device in slices, from and to host memory: those that would take most of the budget or more.
+
+An update takes weight, gradient, states and a result or two of the weight's size at once. For an embedding with a large
+vocabulary that is often more than anything else of a step. PyTorch's elementwise optimizers give the same bits slice by
+slice.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.host_stepping import groups_with, host_view, is_large
+from penstock.state._casts import Casts
+from penstock.state._operators import PLAIN
+from penstock.state._page import Page
+from penstock.state._pages import Pages
+from penstock.state._past import do_pending
+from penstock.state._taken import Taken
+from penstock.stepping import ELEMENTWISE, State, own_class, step_part
+from penstock.storages import id_or_zero
+
+_SLICE_ELEMENTS = 2**22
+"""The most elements of a slice: 16 MiB in float32, so that what is made of it takes less than most layers' results."""
+_FEWEST_SLICES = 8
+_ALIGNED_ELEMENTS = 2**12
+"""Slices begin at multiples of this, so that vector units treat each element as in the whole."""
+_NUM_RESULTS = 2
+"""Results of the weight's size that an update makes on the way."""
+_MOST_TENSORS = 16
+"""More tensors of the weight's size than any update takes."""
+_LARGE_SHARE = 0.75
+"""Part of the memory for pages from which an update is done in slices. Link and device take turns then, so that what
+fits is faster whole.
+"""
+
+
+class SlicedUpdates:
+    """The updates of one optimizer that are done in slices."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, pages: Pages, taken: Taken, casts: Casts):
+        self._optimizer, self._pages, self._taken, self._casts = optimizer, pages, taken, casts
+        has_host = any(tier.is_memory for tier in pages.copies.waterfall.tiers)
+        self._is_possible = has_host and own_class(optimizer) in ELEMENTWISE
+        self._refused: set[int] = set()
+        """Parameters of which some tensor is not in host memory, or cannot be cut."""
+        self._made: dict[torch.dtype, State] = {}
+        """What a first step makes, by the parameter's precision, of few elements."""
+        self.is_broken = False
+        """Whether an update began and did not finish."""
+        self.num_updates = 0
+
+    def wants(self, parameter: torch.Tensor, state: State) -> bool:
+        """Whether an update with this state, or with none yet, takes so much memory that slices are better."""
+        course = self._pages.course
+        most_bytes = (course.even_bytes - course.others_bytes) * _LARGE_SHARE
+        is_small = _MOST_TENSORS * parameter.nbytes < most_bytes
+        if is_small or not self._is_possible or id(parameter) in self._refused:
+            return False
+        itemsizes = [value.element_size() for value in (state or self._example(parameter)).values() if is_large(value)]
+        size_bytes = parameter.nbytes * (2 + _NUM_RESULTS) + parameter.numel() * sum(itemsizes)
+        return bool(size_bytes > most_bytes)
+
+    def update(self, parameter: torch.Tensor, state: State, groups: Sequence[Mapping[str, Any]]) -> State | None:
+        """Do the update of a parameter that has a gradient, with the settings of these groups; return its new state.
+
+        Returns ``None`` if it cannot be done in slices, and was not begun. Large tensors of ``state`` are changed.
+        """
+        before = dict(state)
+        if not state:
+            state = self._first(parameter)
+        self._taken.gradient(parameter)
+        fields = [field for field, value in state.items() if is_large(value)]
+        tensors = [parameter, parameter.grad, *(state[field] for field in fields)]
+        found = self._in_host_memory(tensors)
+        if found is None:
+            self._refused.add(id(parameter))
+            return None
+        views, (weight, gradient, *_) = found
+        torch.autograd.graph.increment_version(parameter)
+        self.is_broken = True
+        num_elements = max(1, min(_SLICE_ELEMENTS, parameter.numel() // _FEWEST_SLICES) // _ALIGNED_ELEMENTS)
+        num_elements *= _ALIGNED_ELEMENTS
+        made_bytes = sum(num_elements * view.element_size() for view in (*views, *views[:1] * _NUM_RESULTS))
+        numbers: State = {}
+        self._pages.course.updated_on_host([gradient.key], [weight.key], 2 * sum(view.nbytes for view in views))
+        # It has no place in the order: the weight's next copy in might begin there, before there is anything to copy.
+        with self._pages.quietly((), (), are_plain=True, is_noted=False, made_bytes=made_bytes):
+            for start in range(0, parameter.numel(), num_elements):
+                own = [view[start : start + num_elements] for view in views]
+                numbers = self._step(parameter, own, fields, before, groups)
+        self.is_broken = False
+        self.num_updates += 1
+        for field, value in numbers.items():
+            mine = before.get(field)
+            if isinstance(mine, torch.Tensor) and isinstance(value, torch.Tensor) and mine.shape == value.shape:
+                mine.copy_(value)  # somebody may hold it
+            else:
+                state[field] = value
+        return state
+
+    def _step(
+        self,
+        parameter: torch.Tensor,
+        views: Sequence[torch.Tensor],
+        fields: Sequence[str],
+        before: State,
+        groups: Sequence[Mapping[str, Any]],
+    ) -> State:
+        """Step one slice; return the entries of its state that are no slices."""
+        weight, gradient, *states = (view.to(parameter.device) for view in views)
+        twin = nn.Parameter(weight, requires_grad=parameter.requires_grad)
+        twin.__dict__.update(parameter.__dict__)  # attributes that an optimizer may look at
+        twin.grad, version = gradient, gradient._version
+        own = {
+            field: value.clone() if isinstance(value, torch.Tensor) else value
+            for field, value in before.items()
+            if field not in fields
+        }
+        if before:
+            own |= dict(zip(fields, states, strict=True))
+        (after,) = step_part(self._optimizer, [twin], {twin: own}, groups=groups_with(twin, parameter, groups)).values()
+        results = [weight, gradient if gradient._version != version else None, *(after[field] for field in fields)]
+        for view, result in zip(views, results, strict=True):
+            if result is not None:
+                view.copy_(result)
+        return {field: value for field, value in after.items() if field not in fields}
+
+    def _example(self, parameter: torch.Tensor) -> State:
+        """Return what a first step makes for a parameter of this precision."""
+        if parameter.dtype not in self._made:
+            stand_in = nn.Parameter(torch.zeros(2, dtype=parameter.dtype, device="cpu"))
+            stand_in.grad = torch.zeros_like(stand_in)
+            settings = {"fused": None, "capturable": False}
+            groups = [
+                {**group, **{key: settings[key] for key in settings if key in group}, "params": [stand_in]}
+                for group in self._optimizer.param_groups[:1]
+            ]
+            (self._made[parameter.dtype],) = step_part(self._optimizer, [stand_in], {}, groups=groups).values()
+        return self._made[parameter.dtype]
+
+    def _first(self, parameter: torch.Tensor) -> State:
+        """Return the large tensors of a first state, one after the other, as pages without values in host memory."""
+        state: State = {}
+        for field, value in self._example(parameter).items():
+            if is_large(value):
+                state[field] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+                self._taken.state(parameter, state)
+                self._pages.leave_now(
+                    [page for page in [self._pages.find(id_or_zero(state[field]))] if page is not None]
+                )
+        return state
+
+    def _in_host_memory(self, tensors: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor], list[Page]] | None:
+        """Let tensors leave, and return them in host memory, in one dimension, with their pages.
+
+        Returns ``None`` if that is not possible.
+        """
+        pages: list[Page] = []
+        whole = [tensor for tensor in tensors if tensor is not None]
+        for tensor in whole:
+            page = self._pages.find(id_or_zero(tensor))
+            if page is None or page in pages or page.size_bytes != tensor.nbytes or not tensor.is_contiguous():
+                return None
+            if type(tensor) not in PLAIN or tensor.numel() != whole[0].numel():
+                return None
+            pages.append(page)
+        do_pending(pages)
+        self._casts.forget(pages[0])
+        self._pages.keep_what_is_made_of(pages[0])
+        if pages[1].narrow is not None:  # a sum of gradients in half precision, which has no bytes of its own
+            self._pages.need([pages[1]], [pages[1]], is_noted=False)
+        self._pages.leave_now(pages)
+        views = []
+        for page, tensor in zip(pages, whole, strict=True):
+            if page.is_here or page.handle is None or not page.handle.is_in_memory:
+                return None
+            page.handle.settling().wait()
+            views.append(host_view(page.handle, tensor.dtype, tensor.size(), tensor.stride(), 0).flatten())
+        for page in (pages[0], *pages[2:]):
+            page.num_writes += 1
+        return views, pages
