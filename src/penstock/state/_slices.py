@@ -46,7 +46,7 @@ class SlicedUpdates:
         self._refused: set[int] = set()
         """Parameters of which some tensor is not in host memory, or cannot be cut."""
         self._made: dict[torch.dtype, State] = {}
-        """What a first step makes, by the parameter's precision, of few elements."""
+        """The states that first steps make, by the parameter's precision, of few elements."""
         self.is_broken = False
         """Whether an update began and did not finish."""
         self.num_updates = 0
@@ -73,11 +73,11 @@ class SlicedUpdates:
         self._taken.gradient(parameter)
         fields = [field for field, value in state.items() if is_large(value)]
         tensors = [parameter, parameter.grad, *(state[field] for field in fields)]
-        found = self._in_host_memory(tensors)
-        if found is None:
+        in_memory = self._in_host_memory(tensors)
+        if in_memory is None:
             self._refused.add(id(parameter))
             return None
-        views, (weight, gradient, *_) = found
+        views, (weight, gradient, *_) = in_memory
         torch.autograd.graph.increment_version(parameter)
         self.is_broken = True
         num_elements = max(1, min(_SLICE_ELEMENTS, parameter.numel() // _FEWEST_SLICES) // _ALIGNED_ELEMENTS)
