@@ -2,11 +2,14 @@
 
 On a GPU the host is ahead of the device as long as it spends less than the device does. Each operator is timed in plain
 PyTorch, under a dispatch mode that does nothing, and in a training whose order is known and whose pages are all there.
-Then the operators of a step of a checkpointed GPT of 24 layers under autocast are counted.
+Then the operators of a step of a checkpointed GPT of 24 layers under autocast are counted. And an update on the host
+(AdamW, from a gradient in bfloat16 to a cast in bfloat16) is timed in one pass and with PyTorch's kernels, in turn.
 
 Run it with ``python -m benchmarks.training_host --json host.json``.
 """
 
+import os
+import statistics
 import tempfile
 import time
 from collections import Counter
@@ -20,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import common
 from penstock import offload
+from penstock.host_stepping import step_in_one_pass
 from penstock.state import _watch
 from penstock.testing import GPT
 
@@ -33,9 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(dir=settings.disk) as folder:
         lines = timed(rows, folder, 30 if settings.quick else 300)
         counts = counted(folder, 2 if settings.quick else 24)
+    passes = updated(rows, 2**20 if settings.quick else 2**25, 2 if settings.quick else 9)
     rows += [common.Row(name="a step", metric=name, value=count, unit="operators") for name, count in counts.items()]
     common.write(settings.json, {"threads": 1}, rows)
     common.show("Microseconds an operator", ["operator", "plain", "an empty mode", "a training"], lines)
+    common.show("An update on the host", ["threads", "PyTorch's kernels", "one pass", "rate"], passes)
     common.show("Operators of a step", ["which", "number"], [[name, str(count)] for name, count in counts.items()])
 
 
@@ -81,6 +87,49 @@ def _microseconds(call: Callable[[], object], num_calls: int) -> float:
     for _ in range(num_calls):
         call()
     return 1e6 * (time.perf_counter() - start_s) / num_calls
+
+
+def updated(rows: list[common.Row], num_elements: int, num_rounds: int) -> list[list[str]]:
+    """Return the median seconds of an update on the host in both ways, and the bytes per second of the second."""
+    lines = []
+    parameter = nn.Parameter(torch.randn(num_elements))
+    gradient, cast = (torch.randn(num_elements).bfloat16() for _ in range(2))
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    parameter.grad = torch.empty(num_elements)
+
+    def plain() -> None:
+        assert parameter.grad is not None
+        parameter.grad.copy_(gradient)
+        optimizer.step()
+        cast.copy_(parameter.detach())
+
+    def in_one_pass() -> None:
+        state = optimizer.state[parameter]
+        args = optimizer, optimizer.param_groups, parameter, parameter.detach()
+        changed = step_in_one_pass(*args, [gradient], state, [cast])
+        assert changed is not None, "needs a C compiler"
+        state.update(changed)
+
+    plain()
+    before, processors = torch.get_num_threads(), os.sched_getaffinity(0)
+    for num_threads in sorted({1, len(processors)}):
+        torch.set_num_threads(num_threads)
+        os.sched_setaffinity(0, sorted(processors)[:num_threads])  # it takes as many threads as it may use processors
+        seconds: dict[Callable[[], None], list[float]] = {way: [] for way in (plain, in_one_pass)}
+        for _ in range(num_rounds):
+            for way, taken in seconds.items():
+                start_s = time.perf_counter()
+                way()
+                taken.append(time.perf_counter() - start_s)
+        theirs_s, ours_s = (statistics.median(taken) for taken in seconds.values())
+        rate = 28 * num_elements / ours_s  # weight and moments read and written, gradient read, cast written
+        name = f"an update on the host, {num_threads} threads"
+        ratio = ours_s / theirs_s
+        rows.append(common.Row(name=name, metric="one pass", value=rate, unit="bytes/s", peer="PyTorch", ratio=ratio))
+        lines.append([str(num_threads), f"{theirs_s:.4f} s", f"{ours_s:.4f} s", f"{rate / 1e9:.1f} GB/s"])
+    os.sched_setaffinity(0, processors)
+    torch.set_num_threads(before)
+    return lines
 
 
 def counted(folder: str, num_layers: int) -> dict[str, int]:

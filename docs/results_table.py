@@ -282,7 +282,7 @@ ENTRIES = {
         ),
     ),
     "cpu-training-host": Entry(
-        shows="How long the host takes per operator inside such a loop, and which operators a step has",
+        shows="How long the host takes per operator inside such a loop and for updates, and which operators a step has",
         command="training_host",
         figures=(
             Figure(
@@ -291,6 +291,10 @@ ENTRIES = {
             ),
             Figure(label="{} for a view", name="a view.*", metric="a training", of="value", form=".0f"),
             Figure(label="{} under a mode that does nothing", metric="an empty mode", of="value", form=".0f"),
+            Figure(
+                label="an update on the host in one pass: {} of the time of PyTorch's kernels",
+                name="an update.*", metric="one pass", of="ratio", form=".2f",
+            ),
         ),
     ),
     "cpu-training-parts": Entry(

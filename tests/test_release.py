@@ -98,7 +98,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
     about = {name for name in names if ".dist-info/" in name}
     libraries = {
         f"penstock/native/{name}.so"
-        for name in ("indexes", "memory", "relational", "remat", "sampling", "sharing", "unified")
+        for name in ("indexes", "memory", "relational", "remat", "sampling", "sharing", "unified", "updates")
     }
     assert names - about == set().union(*map(source_files, SUFFIXES)) | {"penstock/py.typed"} | libraries
     assert {PurePosixPath(name).name for name in about} == {

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from penstock.stepping import State, step_part
+from penstock.devices import stay_on_node
+from penstock.native import PRECISIONS, UPDATES, HostUpdatePass
+from penstock.stepping import State, own_class, step_part
 
 if TYPE_CHECKING:
     from penstock.tiers import Handle
@@ -94,10 +96,12 @@ class HostStep:
 class HostLane:
     """A thread that runs steps on the host, one after the other. It starts with the first step.
 
-    It takes the first step of its queue that is ready. If none is, it waits for the one that was added first.
+    It takes the first step of its queue that is ready. If none is, it waits for the one that was added first. It runs
+    on the processors of a NUMA ``node``, and so do the threads that it starts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, node: int | None = None) -> None:
+        self._node = node
         self._queue: deque[HostStep] = deque()
         self._turns = itertools.count()
         self._condition = threading.Condition()
@@ -144,6 +148,7 @@ class HostLane:
             self._thread = None
 
     def _run(self) -> None:
+        stay_on_node(self._node)
         while True:
             with self._condition:
                 self._condition.wait_for(lambda: self._queue or self._is_ending)
@@ -180,13 +185,16 @@ def step_on_host(
     that the step has changed. Raises ``TypeError`` if the optimizer replaces a large tensor by one of another kind;
     ``call`` shows how to step on the device instead.
     """
+    changed = step_in_one_pass(optimizer, groups, parameter, weight, [gradient], state)
+    if changed is not None:
+        return changed
     large = [value for value in state.values() if is_large(value)]
     twin = nn.Parameter(weight, requires_grad=parameter.requires_grad)
     twin.__dict__.update(parameter.__dict__)  # attributes that an optimizer may look at
     twin.grad = gradient
     own = groups_with(twin, parameter, _in_one_pass(optimizer, groups, [weight, gradient, *large]))
     (after,) = step_part(optimizer, [twin], {twin: dict(state)}, groups=own).values()
-    changed: State = {}
+    changed = {}
     for field, value in after.items():
         mine = state.get(field)
         if value is mine:
@@ -201,6 +209,126 @@ def step_on_host(
                 f"updates on the device: {call}"
             )
     return changed
+
+
+def step_in_one_pass(
+    optimizer: torch.optim.Optimizer,
+    groups: Groups,
+    parameter: torch.Tensor,
+    weight: torch.Tensor,
+    gradients: Sequence[torch.Tensor],
+    state: State,
+    casts: Sequence[torch.Tensor] = (),
+    scale: float = 1.0,
+) -> State | None:
+    """Step as `step_on_host` does, with the sum of some gradients times a factor, and write casts of the weight.
+
+    ``None`` if there is no such kernel for these tensors and settings, and nothing has changed. Adam, AdamW, SGD and
+    Adagrad have one for weights in float32, with gradients in float32, bfloat16 or float16.
+    """
+    kind = own_class(optimizer)
+    group = next((each for each in groups if any(own is parameter for own in each["params"])), None)
+    states = [state[field] for field in _STATES.get(kind, ()) if isinstance(state.get(field), torch.Tensor)]
+    large = [value for value in state.values() if is_large(value)]
+    tensors = [weight, *gradients, *states, *casts]
+    if group is None or kind not in _STATES or group.get("differentiable") or [*map(id, large)] != [*map(id, states)]:
+        return None
+    if not all(_lies_as(tensor, weight) for tensor in tensors) or not _is_dense(weight):
+        return None
+    precisions = {tensor.dtype for tensor in gradients}
+    if {tensor.dtype for tensor in (weight, *states)} != {torch.float32} or len(precisions) != 1:
+        return None
+    names = [str(tensor.dtype).removeprefix("torch.") for tensor in (gradients[0], *casts)]
+    if any(name not in PRECISIONS for name in names) or "float32" in names[1:]:
+        return None
+    update = HostUpdatePass(
+        num_elements=weight.numel(), weight=weight.data_ptr(), scale=scale,
+        num_gradients=len(gradients), gradient_precision=PRECISIONS.index(names[0]), num_casts=len(casts),
+    )  # fmt: skip
+    if len(gradients) > len(update.gradients) or len(casts) > len(update.casts) or len(states) > len(update.states):
+        return None
+    for number, tensor in enumerate(states):
+        update.states[number] = tensor.data_ptr()
+    for number, tensor in enumerate(gradients):
+        update.gradients[number] = tensor.data_ptr()
+    for number, tensor in enumerate(casts):
+        update.casts[number], update.cast_precisions[number] = tensor.data_ptr(), PRECISIONS.index(names[1 + number])
+    changed = _SETTINGS[kind](update, {key: value for key, value in group.items() if key != "params"}, state)
+    return changed if changed is not None and update.run() else None
+
+
+def _set_adam(update: HostUpdatePass, group: Mapping[str, Any], state: State) -> State | None:
+    step = state.get("step")
+    if step is None or bool(group["amsgrad"]) != ("max_exp_avg_sq" in state):
+        return None
+    step = step + 1
+    update.kind, number, rate = UPDATES.index("Adam"), float(step), float(group["lr"])
+    update.first_decay, update.second_decay = map(float, group["betas"])
+    update.rate, update.epsilon, update.weight_decay = rate, float(group["eps"]), float(group["weight_decay"])
+    update.is_negated, update.is_decoupled = bool(group["maximize"]), bool(group["decoupled_weight_decay"])
+    update.step_size = rate / (1 - update.first_decay**number)
+    update.root_of_bias = math.sqrt(1 - update.second_decay**number)
+    return {"step": step}
+
+
+def _set_sgd(update: HostUpdatePass, group: Mapping[str, Any], state: State) -> State | None:
+    if bool(group["momentum"]) != isinstance(state.get("momentum_buffer"), torch.Tensor):
+        return None  # the first step makes it
+    update.kind, update.rate, update.weight_decay = (
+        UPDATES.index("SGD"),
+        float(group["lr"]),
+        float(group["weight_decay"]),
+    )
+    update.momentum, update.dampening = float(group["momentum"]), float(group["dampening"])
+    update.is_negated, update.is_nesterov = bool(group["maximize"]), bool(group["nesterov"])
+    return {}
+
+
+def _set_adagrad(update: HostUpdatePass, group: Mapping[str, Any], state: State) -> State | None:
+    step = state.get("step")
+    if step is None:
+        return None
+    step = step + 1
+    update.kind, update.epsilon, update.weight_decay = (
+        UPDATES.index("Adagrad"),
+        float(group["eps"]),
+        float(group["weight_decay"]),
+    )
+    update.rate = float(group["lr"]) / (1 + (float(step) - 1) * float(group["lr_decay"]))
+    update.is_negated = bool(group["maximize"])
+    return {"step": step}
+
+
+_STATES: dict[type[torch.optim.Optimizer] | None, tuple[str, ...]] = {
+    torch.optim.Adam: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    torch.optim.AdamW: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    torch.optim.SGD: ("momentum_buffer",),
+    torch.optim.Adagrad: ("sum",),
+}
+"""The large entries of a state, in the order of ``updates.c``."""
+_SETTINGS: dict[type[torch.optim.Optimizer] | None, Callable[..., State | None]] = {
+    torch.optim.Adam: _set_adam,
+    torch.optim.AdamW: _set_adam,
+    torch.optim.SGD: _set_sgd,
+    torch.optim.Adagrad: _set_adagrad,
+}
+"""Functions that write a group's settings into an update, and return the numbers that it changes."""
+
+
+def _lies_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors in main memory have their elements in the same order."""
+    is_plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_neg()
+    return is_plain and tensor.size() == other.size() and tensor.stride() == other.stride()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements have no gaps between them and do not overlap."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def seconds_per_element(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: State) -> float:

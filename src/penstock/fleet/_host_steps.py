@@ -9,6 +9,7 @@ import time
 
 import torch
 
+from penstock.devices import backend_of
 from penstock.fleet._groups import Group
 from penstock.fleet._halves import make_twin
 from penstock.fleet._job import AUTOCAST_DTYPES
@@ -38,7 +39,7 @@ class HostSteps:
     """The host's steps for the jobs of one device, all called by the device's thread."""
 
     def __init__(self, memory: DeviceMemory):
-        self.memory, self.lane = memory, HostLane()
+        self.memory, self.lane = memory, HostLane(backend_of(memory.device).numa_node)
         self._waiting: list[GroupStep] = []
         """Steps whose copies out are under way."""
         self._queued: list[GroupStep] = []

@@ -11,6 +11,7 @@ Python code, and the user is told once.
 - `compile_extension`, `find_cpp_compiler`: the same for a C++ extension of Python, which tests use.
 - `refuse_memory`, `allow_memory`, `address_of`, `can_refuse`: errors instead of the memory of a storage.
 - `memory_library`, `keep_freed_blocks`, `drop_kept_blocks`: PyTorch's allocator for the CPU.
+- `HostUpdatePass`, `UPDATES`, `PRECISIONS`: optimizers' updates in one pass over host memory.
 - `find_compiler`, `describe_compiler`, `has_libraries`: what this machine and this installation have.
 - `tell_what_is_slower`: tells the user before anything slow begins.
 """
@@ -33,3 +34,6 @@ from penstock.native._guard import refuse_memory as refuse_memory
 from penstock.native._memory import drop_kept_blocks as drop_kept_blocks
 from penstock.native._memory import keep_freed_blocks as keep_freed_blocks
 from penstock.native._memory import memory_library as memory_library
+from penstock.native._updates import PRECISIONS as PRECISIONS
+from penstock.native._updates import UPDATES as UPDATES
+from penstock.native._updates import HostUpdatePass as HostUpdatePass

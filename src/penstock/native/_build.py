@@ -30,7 +30,7 @@ from penstock.native._compiler import (
 )
 
 _CHECKSUM_BYTES = 32
-_NAMES = ("indexes", "memory", "relational", "remat", "sampling", "sharing", "unified")
+_NAMES = ("indexes", "memory", "relational", "remat", "sampling", "sharing", "unified", "updates")
 
 
 def load(name: str, *, openmp: bool = False, numbers: tuple[type[IntEnum], ...] = ()) -> ctypes.CDLL | None:

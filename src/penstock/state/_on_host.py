@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from penstock.devices import backend_of
 from penstock.host_stepping import (
     FEWEST_TRIED,
     HostLane,
@@ -15,6 +16,7 @@ from penstock.host_stepping import (
     is_large,
     is_number,
     seconds_per_element,
+    step_in_one_pass,
     step_on_host,
 )
 from penstock.state._casts import Casts, CastTwin
@@ -37,7 +39,7 @@ class HostUpdates:
     def __init__(self, optimizer: torch.optim.Optimizer, pages: Pages, casts: Casts, *, last_first: bool):
         self.optimizer, self.pages, self.casts = optimizer, pages, casts
         self._last_first = last_first
-        self.lane = HostLane()
+        self.lane = HostLane(backend_of(pages.device).numa_node)
         self.scratch = Scratch()
         self.failed = False
         """Whether an update began and did not finish."""
@@ -209,17 +211,23 @@ class Update(HostStep):
         self._owner.updated_bytes += self.size_bytes
         weight, *values = [host_view(_handle(page), *layout) for page, *layout in self._layouts]
         twins = [values.pop() for _ in self._twins]
-        gradient, *further = (values.pop(0) for _ in range(self._num_gradients))
+        gradients = [values.pop(0) for _ in range(self._num_gradients)]
+        large = iter(values)
+        state = {field: next(large) if is_large(value) else value for field, value in self._due.state.items()}
+        optimizer, parameter, settings = self._owner.optimizer, self._due.parameter, self._due.settings
+        scale = 1.0 if self._factor is None else float(self._factor)
+        numbers = step_in_one_pass(optimizer, settings, parameter, weight, gradients, state, twins, scale)
+        if numbers is not None:
+            self._numbers = numbers
+            return
+        gradient, *further = gradients
         if self._narrow is not None:
             gradient = self._owner.scratch.like(gradient, weight.dtype).copy_(gradient)
             for part in further:
                 gradient.add_(part)
         if self._factor is not None:
             gradient.mul_(self._factor)
-        large = iter(values)
-        state = {field: next(large) if is_large(value) else value for field, value in self._due.state.items()}
-        parameter, settings = self._due.parameter, self._due.settings
-        self._numbers = step_on_host(self._owner.optimizer, settings, parameter, weight, gradient, state, _CALL)
+        self._numbers = step_on_host(optimizer, settings, parameter, weight, gradient, state, _CALL)
         for twin in twins:
             twin.copy_(weight)
 

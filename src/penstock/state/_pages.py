@@ -51,7 +51,7 @@ class Pages:
         self.register = Register()
         self.copies = Copies(waterfall, self.register)
         self.course = Course(budget_bytes, self.register, self.copies)
-        self._device = device
+        self.device = device
         self._streams = backend_of(device).streams
         self._space = PageSpace(self.register, self.copies, self.course, Pace(self._streams))
         self.replay = Replay(self.register, self.copies, self.course, is_one_memory=self._streams is None)
