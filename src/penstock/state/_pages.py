@@ -79,11 +79,10 @@ class Pages:
     def begin(self, storage: torch.UntypedStorage, kind: PageKind, name: Any) -> None:  # any: a text, an operator
         """Make a storage, which has its bytes, a page. Does nothing if it is one already, of any training."""
         with self.lock:
-            if self.register.is_left_alone(storage):
+            if self.register.is_left_alone(storage) or self.register.find(id_of(storage)) is not None:
                 return
-            if self.register.find(id_of(storage)) is not None:
-                return
-            if any(other.register.find(id_of(storage)) is not None for other in list(_open) if other is not self):
+            others = list(_open) if len(_open) > 1 else ()  # to list a weak set takes as long as all the rest
+            if any(other.register.find(id_of(storage)) is not None for other in others if other is not self):
                 return
             page = self.register.add(storage, kind, name, self.course.place(kind, name))
             self.copies.begun(page)
