@@ -253,27 +253,31 @@ def step_in_one_pass(
         update.gradients[number] = tensor.data_ptr()
     for number, tensor in enumerate(casts):
         update.casts[number], update.cast_precisions[number] = tensor.data_ptr(), PRECISIONS.index(names[1 + number])
-    changed = _SETTINGS[kind](update, {key: value for key, value in group.items() if key != "params"}, state)
-    return changed if changed is not None and update.run() else None
-
-
-def _set_adam(update: HostUpdatePass, group: Mapping[str, Any], state: State) -> State | None:
     step = state.get("step")
-    if step is None or bool(group["amsgrad"]) != ("max_exp_avg_sq" in state):
+    is_set = _SETTINGS[kind](update, group, state, 1.0 if step is None else float(step) + 1)
+    if not is_set or not update.run():
         return None
-    step = step + 1
-    update.kind, number, rate = UPDATES.index("Adam"), float(step), float(group["lr"])
+    if isinstance(step, torch.Tensor):
+        step += 1  # in place: somebody may hold it
+        return {}
+    return {} if step is None else {"step": step + 1}
+
+
+def _set_adam(update: HostUpdatePass, group: Mapping[str, Any], state: State, number: float) -> bool:
+    if "step" not in state or bool(group["amsgrad"]) != ("max_exp_avg_sq" in state):
+        return False
+    update.kind, rate = UPDATES.index("Adam"), float(group["lr"])
     update.first_decay, update.second_decay = map(float, group["betas"])
     update.rate, update.epsilon, update.weight_decay = rate, float(group["eps"]), float(group["weight_decay"])
     update.is_negated, update.is_decoupled = bool(group["maximize"]), bool(group["decoupled_weight_decay"])
     update.step_size = rate / (1 - update.first_decay**number)
     update.root_of_bias = math.sqrt(1 - update.second_decay**number)
-    return {"step": step}
+    return True
 
 
-def _set_sgd(update: HostUpdatePass, group: Mapping[str, Any], state: State) -> State | None:
+def _set_sgd(update: HostUpdatePass, group: Mapping[str, Any], state: State, number: float) -> bool:  # noqa: ARG001
     if bool(group["momentum"]) != isinstance(state.get("momentum_buffer"), torch.Tensor):
-        return None  # the first step makes it
+        return False  # the first step makes it
     update.kind, update.rate, update.weight_decay = (
         UPDATES.index("SGD"),
         float(group["lr"]),
@@ -281,22 +285,20 @@ def _set_sgd(update: HostUpdatePass, group: Mapping[str, Any], state: State) -> 
     )
     update.momentum, update.dampening = float(group["momentum"]), float(group["dampening"])
     update.is_negated, update.is_nesterov = bool(group["maximize"]), bool(group["nesterov"])
-    return {}
+    return True
 
 
-def _set_adagrad(update: HostUpdatePass, group: Mapping[str, Any], state: State) -> State | None:
-    step = state.get("step")
-    if step is None:
-        return None
-    step = step + 1
+def _set_adagrad(update: HostUpdatePass, group: Mapping[str, Any], state: State, number: float) -> bool:
+    if "step" not in state:
+        return False
     update.kind, update.epsilon, update.weight_decay = (
         UPDATES.index("Adagrad"),
         float(group["eps"]),
         float(group["weight_decay"]),
     )
-    update.rate = float(group["lr"]) / (1 + (float(step) - 1) * float(group["lr_decay"]))
+    update.rate = float(group["lr"]) / (1 + (number - 1) * float(group["lr_decay"]))
     update.is_negated = bool(group["maximize"])
-    return {"step": step}
+    return True
 
 
 _STATES: dict[type[torch.optim.Optimizer] | None, tuple[str, ...]] = {
@@ -306,13 +308,13 @@ _STATES: dict[type[torch.optim.Optimizer] | None, tuple[str, ...]] = {
     torch.optim.Adagrad: ("sum",),
 }
 """The large entries of a state, in the order of ``updates.c``."""
-_SETTINGS: dict[type[torch.optim.Optimizer] | None, Callable[..., State | None]] = {
+_SETTINGS: dict[type[torch.optim.Optimizer] | None, Callable[..., bool]] = {
     torch.optim.Adam: _set_adam,
     torch.optim.AdamW: _set_adam,
     torch.optim.SGD: _set_sgd,
     torch.optim.Adagrad: _set_adagrad,
 }
-"""Functions that write a group's settings into an update, and return the numbers that it changes."""
+"""Functions that write a group's settings into an update, and return whether it has all that it needs."""
 
 
 def _lies_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:

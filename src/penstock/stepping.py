@@ -62,7 +62,7 @@ def own_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer] |
     step: Any = vars(optimizer).get("step", type(optimizer).step)
     while step is not None:
         step = getattr(step, "__func__", step)
-        if _module_of(step) not in ("torch.optim", "torch.utils", "penstock.offload"):
+        if _module_of(step) not in ("torch.optim", "torch.utils", "penstock.state"):
             return None
         step = getattr(step, "__wrapped__", None)
     return kind  # type: ignore[no-any-return]

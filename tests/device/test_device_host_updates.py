@@ -14,6 +14,7 @@ from test_device_training import make_batch, simple_step
 
 from penstock import offload, probe
 from penstock.host_stepping import HostStep
+from penstock.native import HostUpdatePass
 from penstock.state._on_host import HostUpdates, Update
 from penstock.state._replay import Replay
 from penstock.testing import GPT
@@ -90,8 +91,16 @@ def test_results_are_those_of_the_device(device, make_training, name, in_backwar
     assert "penstock host updates" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_the_host_reads_and_writes_memory_once_an_update(prompt_device, make_training, monkeypatch):
-    counts = {}
+@pytest.mark.parametrize("has_library", [True, False])
+def test_the_host_reads_and_writes_memory_once_an_update(prompt_device, make_training, monkeypatch, has_library):
+    counts, run = {}, HostUpdatePass.run
+
+    def passed(self, *args):
+        name = ("adamw", "sgd", "adagrad")[self.kind]
+        counts[f"_fused_{name}_"] = counts.get(f"_fused_{name}_", 0) + has_library
+        return has_library and run(self, *args)
+
+    monkeypatch.setattr(HostUpdatePass, "run", passed)
     for name in ("_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"):
         kernel = getattr(torch, name)
 
@@ -109,6 +118,44 @@ def test_the_host_reads_and_writes_memory_once_an_update(prompt_device, make_tra
                 bare_step(model, optimizer, batch)
         own.close()
         assert counts[f"_fused_{name}_"] == own.statistics().num_host_updates > 0
+
+
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_a_clipped_gradient_is_clipped_after_the_step_too(prompt_device, make_training, zeroes):
+    def train(model, optimizer, enter):
+        norms = []
+        for _ in range(NUM_STEPS):
+            with enter():
+                model(*make_batch(prompt_device)).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                optimizer.step()
+                norms.append(torch.stack([own.grad.float().norm() for own in model.parameters()]).cpu())
+                if zeroes:
+                    optimizer.zero_grad()
+        return torch.stack(norms)
+
+    plain, ours = make_model(prompt_device), make_model(prompt_device)
+    expected = train(plain, torch.optim.AdamW(plain.parameters()), contextlib.nullcontext)
+    optimizer = torch.optim.AdamW(ours.parameters())
+    own = make_training(ours, optimizer, probe.held_bytes(prompt_device) + 2**21)
+    norms = train(ours, optimizer, lambda: own)
+    assert own.statistics().num_host_updates > 0
+    torch.testing.assert_close(norms, expected, rtol=1e-3, atol=1e-6)
+
+
+def test_a_number_of_the_state_that_somebody_holds_counts_on(prompt_device, make_training):
+    model, batch = make_model(prompt_device), make_batch(prompt_device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    own = make_training(model, optimizer, probe.held_bytes(prompt_device) + 2**21)
+    weight = max(model.parameters(), key=torch.numel)
+    with own:
+        bare_step(model, optimizer, batch)
+    held = optimizer.state[weight]["step"]
+    for number in range(3):
+        with own:
+            bare_step(model, optimizer, batch)
+        assert optimizer.state[weight]["step"].item() == held.item() == number + 2
+    assert own.statistics().num_host_updates > 0
 
 
 def test_a_step_does_not_wait_for_the_updates_of_its_backward(prompt_device, make_training, monkeypatch):

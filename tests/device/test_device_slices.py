@@ -1,5 +1,6 @@
 """Updates in slices: an embedding that fits once but not four times is trained, equal to plain PyTorch to the bit."""
 
+import contextlib
 import functools
 
 import pytest
@@ -138,6 +139,73 @@ def test_in_every_kind_of_loop(prompt_device, way):
     assert_equal((model, optimizer), plain)
 
 
+GROUPS = {
+    "amsgrad": (torch.optim.Adam, {"amsgrad": False}, {"amsgrad": True}),
+    "no amsgrad": (torch.optim.Adam, {"amsgrad": True}, {"amsgrad": False}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.0}, {"momentum": 0.9}),
+    "no momentum": (torch.optim.SGD, {"momentum": 0.9}, {"momentum": 0.0}),
+    "centered": (torch.optim.RMSprop, {"centered": False}, {"centered": True}),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_groups_with_settings_of_their_own(prompt_device, name):
+    kind, first, second = GROUPS[name]
+
+    def made_so():
+        model, _ = made(prompt_device, "SGD")
+        groups = [{"params": model.layers.parameters(), **first}, {"params": model.embedding.parameters(), **second}]
+        return model, kind(groups, lr=0.01)
+
+    outcomes = []
+    for is_ours in (False, True):
+        model, optimizer = made_so()
+        training = opened(model, optimizer, 2.6) if is_ours else None
+        for tokens in batches(prompt_device):
+            with training or contextlib.nullcontext():
+                step(model, optimizer, tokens)
+        if training is not None:
+            assert training._managed.updates._slices.num_updates >= NUM_STEPS - 1
+            training.close()
+        outcomes.append((model, optimizer))
+    assert_equal(outcomes[1], (None, *outcomes[0]))
+
+
+@pytest.mark.parametrize("begins_with_none", [False, True])
+def test_momentum_that_begins_later(prompt_device, begins_with_none):
+    outcomes = []
+    for is_ours in (False, True):
+        model, optimizer = made(prompt_device, "SGD")
+        training = opened(model, optimizer, 5.5) if is_ours else None
+        for number, tokens in enumerate(batches(prompt_device)):
+            if number == 3:
+                for group in optimizer.param_groups:
+                    group["momentum"] = 0.9
+                if begins_with_none:
+                    for parameter in model.parameters():
+                        optimizer.state[parameter]["momentum_buffer"] = None
+            with training or contextlib.nullcontext():
+                step(model, optimizer, tokens)
+        if training is not None:
+            training.close()
+        outcomes.append((model, optimizer))
+    assert_equal(outcomes[1], (None, *outcomes[0]))
+
+
+def test_what_is_kept_whole_stays(prompt_device):
+    model, optimizer = made(prompt_device, "AdamW")
+    training = opened(model, optimizer, 2.6)
+    for tokens in batches(prompt_device, 3):
+        with training:
+            step(model, optimizer, tokens)
+    with contextlib.suppress(BudgetError), training:  # all of it exceeds the budget, which does not matter here
+        model(batches(prompt_device)[0]).square().mean().backward()
+        with training.whole():
+            optimizer.step()
+            assert all(page.is_here for page in training._pages)
+    training.close()
+
+
 def test_steps_are_planned_and_move_what_the_plan_says(device, monkeypatch):
     monkeypatch.setattr(Replay, "prepare", functools.partialmethod(Replay.prepare, is_waited_for=True))
     model, optimizer = made(device, "AdamW")
@@ -178,6 +246,27 @@ def test_on_a_disk_it_is_updated_whole(prompt_device, tmp_path):
     training.close()
     assert told == plain[0]
     assert_equal((model, optimizer), plain)
+
+
+def test_an_update_that_finds_no_memory_before_it_begins_can_be_done_again(prompt_device, monkeypatch):
+    model, optimizer = made(prompt_device, "AdamW")
+    training = opened(model, optimizer, 2.6)
+    for tokens in batches(prompt_device, 3):
+        with training:
+            step(model, optimizer, tokens)
+    before, num_updates = SlicedUpdates._step, training._managed.updates._slices.num_updates
+
+    def broken(*_):
+        monkeypatch.setattr(SlicedUpdates, "_step", before)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(SlicedUpdates, "_step", broken)
+    with pytest.raises(torch.OutOfMemoryError), training:
+        step(model, optimizer, batches(prompt_device)[0])
+    with training:
+        optimizer.step()
+    assert training._managed.updates._slices.num_updates == num_updates + 1
+    training.close()
 
 
 def test_an_update_that_breaks_off_is_said_before_the_next_step(prompt_device, monkeypatch):

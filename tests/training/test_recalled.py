@@ -136,6 +136,18 @@ def test_a_damaged_cache_is_none(tmp_path, damage):
     assert second.planned == first.planned or damage == "no rights"  # root may read everything
 
 
+@pytest.mark.parametrize("change", [lambda order: order["needs"].clear(), lambda order: order["others_bytes"].pop()])
+def test_a_cache_that_does_not_fit_together_is_none(tmp_path, change):
+    first = run(tmp_path)
+    (file,) = steps_folder().iterdir()
+    stored = torch.load(file, weights_only=True)
+    change(stored["orders"][0])
+    torch.save(stored, file)
+    second = run(tmp_path, budget=first.budget)
+    assert second.is_plains(plainly())
+    assert second.planned == first.planned
+
+
 def test_other_trainings_are_told_apart(tmp_path):
     first = run(tmp_path)
     larger = run(tmp_path, num_blocks=4)

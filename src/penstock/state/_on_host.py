@@ -142,6 +142,8 @@ class Update(HostStep):
         self.size_bytes = num_read + sum(page.size_bytes for page in (pages[0], *pages[1 + len(gradients) :]))
         """Bytes of host memory that it reads and writes."""
         self._settling = [_handle(page).settling() for page in pages]
+        self._has_scaled = False
+        """Whether the gradient itself was scaled in host memory, and not only what was made of it."""
         self._is_missed = False
         """Whether a page did not leave, so that it was not done."""
         self._numbers: State = {}
@@ -185,7 +187,7 @@ class Update(HostStep):
         if self.error is not None:
             self._owner.failed = True
             raise self.error
-        if self._narrow is not None or not is_there:  # otherwise the host has scaled it
+        if not self._has_scaled or not is_there:
             self._wide.scaling = self._scaling
         if is_there:
             merge(self._due.live, self._due.state, self._numbers)
@@ -227,6 +229,7 @@ class Update(HostStep):
                 gradient.add_(part)
         if self._factor is not None:
             gradient.mul_(self._factor)
+            self._has_scaled = self._narrow is None
         self._numbers = step_on_host(optimizer, settings, parameter, weight, gradient, state, _CALL)
         for twin in twins:
             twin.copy_(weight)

@@ -131,6 +131,11 @@ class StepOrder:
         self._begun_until = [0, *itertools.accumulate(self.begun_bytes)]
         self._nexts.clear()
 
+    def is_mostly(self, other: "StepOrder") -> bool:
+        """Whether it uses most of the pages of another kind: the first step of a run lacks states, not gradients."""
+        mine, theirs = ({key for needed in each.needs for key in needed} for each in (self, other))
+        return 2 * len(mine & theirs) > len(theirs)
+
     def recalled(self) -> None:
         """Take what is in it as an earlier run's, which has measured it often enough."""
         self.measured(self.others_bytes, self)
@@ -269,7 +274,9 @@ class Follower:
             self.orders.remove(same)
         self.orders = [*self.orders, order][-MAX_ORDERS:]
         self._num_first = self._num_first - 1 if same is None and self._num_first else 0
-        came = self.expected if self._num_first and self.expected is not None else order
+        came = order
+        if self._num_first and self.expected is not None and order.is_mostly(self.expected):
+            came = self.expected
         if self.last is not None:
             self.last.precede(came)
         self.past = [*self.past, came][-_NUM_PAST:]

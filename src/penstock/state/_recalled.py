@@ -32,8 +32,8 @@ class Recalled:
     """The keys of pages by their place: a label, or a number among the results of a step."""
     rates: Rates
     """The rates that they were planned with."""
-    hosted: frozenset[int]
-    """Keys of the weights that the host updates as planned."""
+    hosted: frozenset[int] | None
+    """Keys of the weights that the host updates as planned; ``None`` if no plan has said."""
     others_bytes: int
     """Bytes outside of pages before the first step."""
     budget_bytes: int
@@ -52,16 +52,19 @@ class StepCache:
         try:
             stored = torch.load(_folder() / self._name, weights_only=True)
             orders = tuple([_from_plain(order) for order in stored["orders"]])
-            rates, hosted = Rates(**stored["rates"]), frozenset(stored["hosted"])
-            return Recalled(**stored | {"orders": orders, "rates": rates, "hosted": hosted})
+            rates, hosted = Rates(**stored["rates"]), stored["hosted"]
+            hosted = None if hosted is None else frozenset(hosted)
+            are_whole = orders and all(map(_is_whole, orders))
+            return Recalled(**stored | {"orders": orders, "rates": rates, "hosted": hosted}) if are_whole else None
         except Exception:  # there is none, or somebody has changed it: `torch.load` may raise anything
             return None
 
     def store(self, recalled: Recalled) -> None:
         """Store it for later runs, or do nothing where that is not possible."""
         orders, rates = [*map(_plain, recalled.orders)], asdict(recalled.rates)
+        hosted = None if recalled.hosted is None else [*recalled.hosted]
         stored = {
-            "orders": orders, "places": recalled.places, "rates": rates, "hosted": [*recalled.hosted],
+            "orders": orders, "places": recalled.places, "rates": rates, "hosted": hosted,
             "others_bytes": recalled.others_bytes, "budget_bytes": recalled.budget_bytes,
         }  # fmt: skip
         with contextlib.suppress(OSError, RuntimeError):  # a full disk, no home
@@ -76,6 +79,15 @@ class StepCache:
 
 def _folder() -> Path:
     return cache_folder() / "steps"
+
+
+def _is_whole(order: StepOrder) -> bool:
+    """Whether an order has an entry for each operator in all of its lists."""
+    details = order.details
+    assert details is not None
+    lists = order.sizes, order.begun_bytes, order.others_bytes, details.writes, details.seconds
+    keys = {key for places in order.needs for key in places}
+    return bool(keys) and all(len(each) == len(order.needs) for each in lists)
 
 
 def _plain(order: StepOrder) -> dict[str, Any]:  # any: lists, dicts and numbers

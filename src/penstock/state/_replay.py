@@ -170,8 +170,8 @@ class Replay:
         """The file for later runs of the same training."""
         self._rates_before: Rates | None = None
         """The rates of an earlier run, until this one has its own."""
-        self._hosted = frozenset[int]()
-        """Keys of the weights that the host updates as planned."""
+        self._hosted: frozenset[int] | None = None
+        """Keys of the weights that the host updates as planned; ``None`` if no plan has said."""
         self._thread: threading.Thread | None = None
         self._script: Script | None = None
         """The plan that the step under way follows."""
@@ -209,7 +209,7 @@ class Replay:
     def recall(self, cache: StepCache) -> None:
         """Plan the steps of an earlier run, if the cache has them, and store those of this one."""
         self._cache, recalled = cache, cache.recall()
-        if recalled is None or (recalled.hosted and not self._is_near(recalled.budget_bytes)):
+        if recalled is None or (recalled.hosted is not None and not self._is_near(recalled.budget_bytes)):
             return
         self._register.restore(recalled.places)
         grown_bytes = max(0, self._course.others_bytes - recalled.others_bytes)
@@ -217,7 +217,7 @@ class Replay:
             order.others_bytes = [size_bytes + grown_bytes for size_bytes in order.others_bytes]
         self._course.recall(recalled.orders)
         self._rates_before, self._hosted = recalled.rates, recalled.hosted
-        if recalled.hosted:
+        if recalled.hosted is not None:
             self.host_bytes_per_s, self.split = recalled.rates.host_bytes_per_s, recalled.hosted
         self.prepare()
 

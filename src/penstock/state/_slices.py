@@ -5,13 +5,12 @@ vocabulary that is often more than anything else of a step. PyTorch's elementwis
 slice.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from penstock.host_stepping import groups_with, host_view, is_large
+from penstock.host_stepping import Groups, groups_with, host_view, is_large
 from penstock.state._casts import Casts
 from penstock.state._operators import PLAIN
 from penstock.state._page import Page
@@ -30,6 +29,8 @@ _NUM_RESULTS = 2
 """Results of the weight's size that an update makes on the way."""
 _MOST_TENSORS = 16
 """More tensors of the weight's size than any update takes."""
+_STEPS_REFUSED = 32
+"""Steps for which an update is whole after host memory had no room for all of its tensors."""
 _LARGE_SHARE = 0.75
 """Part of the memory for pages from which an update is done in slices. Link and device take turns then, so that what
 fits is faster whole.
@@ -43,43 +44,48 @@ class SlicedUpdates:
         self._optimizer, self._pages, self._taken, self._casts = optimizer, pages, taken, casts
         has_host = any(tier.is_memory for tier in pages.copies.waterfall.tiers)
         self._is_possible = has_host and own_class(optimizer) in ELEMENTWISE
-        self._refused: set[int] = set()
-        """Parameters of which some tensor is not in host memory, or cannot be cut."""
-        self._made: dict[torch.dtype, State] = {}
-        """The states that first steps make, by the parameter's precision, of few elements."""
+        self._refused: dict[int, int] = {}
+        """Parameters of which some tensor did not get into host memory, and the step from which that is tried again."""
+        self._num_steps = 0
         self.is_broken = False
         """Whether an update began and did not finish."""
         self.num_updates = 0
 
-    def wants(self, parameter: torch.Tensor, state: State) -> bool:
+    def begin_step(self) -> None:
+        """Begin a step."""
+        self._num_steps += 1
+
+    def wants(self, parameter: torch.Tensor, state: State, groups: Groups) -> bool:
         """Whether an update with this state, or with none yet, takes so much memory that slices are better."""
         course = self._pages.course
         most_bytes = (course.even_bytes - course.others_bytes) * _LARGE_SHARE
         is_small = _MOST_TENSORS * parameter.nbytes < most_bytes
-        if is_small or not self._is_possible or id(parameter) in self._refused:
+        if is_small or not self._is_possible or self._refused.get(id(parameter), 0) > self._num_steps:
             return False
-        itemsizes = [value.element_size() for value in (state or self._example(parameter)).values() if is_large(value)]
+        entries = (state or self._example(parameter, groups)).values()
+        itemsizes = [value.element_size() for value in entries if is_large(value)]
         size_bytes = parameter.nbytes * (2 + _NUM_RESULTS) + parameter.numel() * sum(itemsizes)
         return bool(size_bytes > most_bytes)
 
-    def update(self, parameter: torch.Tensor, state: State, groups: Sequence[Mapping[str, Any]]) -> State | None:
+    def update(self, parameter: torch.Tensor, state: State, groups: Groups) -> State | None:
         """Do the update of a parameter that has a gradient, with the settings of these groups; return its new state.
 
         Returns ``None`` if it cannot be done in slices, and was not begun. Large tensors of ``state`` are changed.
         """
-        before = dict(state)
+        before, example = dict(state), self._example(parameter, groups)
+        if state and any(is_large(value) and not is_large(state.get(field)) for field, value in example.items()):
+            return None  # a setting has changed, and this step makes one more
         if not state:
-            state = self._first(parameter)
+            state = self._first(parameter, example)
         self._taken.gradient(parameter)
         fields = [field for field, value in state.items() if is_large(value)]
         tensors = [parameter, parameter.grad, *(state[field] for field in fields)]
         in_memory = self._in_host_memory(tensors)
         if in_memory is None:
-            self._refused.add(id(parameter))
             return None
-        views, (weight, gradient, *_) = in_memory
+        views, pages = in_memory
+        weight, gradient, *_ = pages
         torch.autograd.graph.increment_version(parameter)
-        self.is_broken = True
         num_elements = max(1, min(_SLICE_ELEMENTS, parameter.numel() // _FEWEST_SLICES) // _ALIGNED_ELEMENTS)
         num_elements *= _ALIGNED_ELEMENTS
         made_bytes = sum(num_elements * view.element_size() for view in (*views, *views[:1] * _NUM_RESULTS))
@@ -89,7 +95,14 @@ class SlicedUpdates:
         with self._pages.quietly((), (), are_plain=True, is_noted=False, made_bytes=made_bytes):
             for start in range(0, parameter.numel(), num_elements):
                 own = [view[start : start + num_elements] for view in views]
-                numbers = self._step(parameter, own, fields, before, groups)
+                results, numbers = self._step(parameter, own, fields, before, groups)
+                if not start:  # until here nothing has changed
+                    self.is_broken = True
+                    for page in (weight, *pages[2:]):
+                        page.num_writes += 1
+                for view, result in zip(own, results, strict=True):
+                    if result is not None:
+                        view.copy_(result)
         self.is_broken = False
         self.num_updates += 1
         for field, value in numbers.items():
@@ -106,9 +119,9 @@ class SlicedUpdates:
         views: Sequence[torch.Tensor],
         fields: Sequence[str],
         before: State,
-        groups: Sequence[Mapping[str, Any]],
-    ) -> State:
-        """Step one slice; return the entries of its state that are no slices."""
+        groups: Groups,
+    ) -> tuple[list[torch.Tensor | None], State]:
+        """Step one slice on the device; return its changed tensors, and the entries of its state that are no slices."""
         weight, gradient, *states = (view.to(parameter.device) for view in views)
         twin = nn.Parameter(weight, requires_grad=parameter.requires_grad)
         twin.__dict__.update(parameter.__dict__)  # attributes that an optimizer may look at
@@ -122,34 +135,29 @@ class SlicedUpdates:
             own |= dict(zip(fields, states, strict=True))
         (after,) = step_part(self._optimizer, [twin], {twin: own}, groups=groups_with(twin, parameter, groups)).values()
         results = [weight, gradient if gradient._version != version else None, *(after[field] for field in fields)]
-        for view, result in zip(views, results, strict=True):
-            if result is not None:
-                view.copy_(result)
-        return {field: value for field, value in after.items() if field not in fields}
+        return results, {field: value for field, value in after.items() if field not in fields}
 
-    def _example(self, parameter: torch.Tensor) -> State:
-        """Return what a first step makes for a parameter of this precision."""
-        if parameter.dtype not in self._made:
-            stand_in = nn.Parameter(torch.zeros(2, dtype=parameter.dtype, device="cpu"))
-            stand_in.grad = torch.zeros_like(stand_in)
-            settings = {"fused": None, "capturable": False}
-            groups = [
-                {**group, **{key: settings[key] for key in settings if key in group}, "params": [stand_in]}
-                for group in self._optimizer.param_groups[:1]
-            ]
-            (self._made[parameter.dtype],) = step_part(self._optimizer, [stand_in], {}, groups=groups).values()
-        return self._made[parameter.dtype]
+    def _example(self, parameter: torch.Tensor, groups: Groups) -> State:
+        """Return what a first step with these settings makes for a parameter of this precision, of few elements."""
+        stand_in = nn.Parameter(torch.zeros(2, dtype=parameter.dtype, device="cpu"))
+        stand_in.grad = torch.zeros_like(stand_in)
+        with_device = {"fused": None, "capturable": False}
+        own = [
+            {**group, **{key: value for key, value in with_device.items() if key in group}}
+            for group in groups_with(stand_in, parameter, groups)
+        ]
+        (example,) = step_part(self._optimizer, [stand_in], {}, groups=own).values()
+        return example
 
-    def _first(self, parameter: torch.Tensor) -> State:
+    def _first(self, parameter: torch.Tensor, example: State) -> State:
         """Return the large tensors of a first state, one after the other, as pages without values in host memory."""
         state: State = {}
-        for field, value in self._example(parameter).items():
+        for field, value in example.items():
             if is_large(value):
                 state[field] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
                 self._taken.state(parameter, state)
-                self._pages.leave_now(
-                    [page for page in [self._pages.find(id_or_zero(state[field]))] if page is not None]
-                )
+                page = self._pages.find(id_or_zero(state[field]))
+                self._pages.leave_now([] if page is None else [page])
         return state
 
     def _in_host_memory(self, tensors: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor], list[Page]] | None:
@@ -166,6 +174,8 @@ class SlicedUpdates:
             if type(tensor) not in PLAIN or tensor.numel() != whole[0].numel():
                 return None
             pages.append(page)
+        if not all(map(self._pages.course.may_leave, pages)):
+            return None
         do_pending(pages)
         self._casts.forget(pages[0])
         self._pages.keep_what_is_made_of(pages[0])
@@ -175,9 +185,8 @@ class SlicedUpdates:
         views = []
         for page, tensor in zip(pages, whole, strict=True):
             if page.is_here or page.handle is None or not page.handle.is_in_memory:
+                self._refused[id(whole[0])] = self._num_steps + _STEPS_REFUSED
                 return None
             page.handle.settling().wait()
             views.append(host_view(page.handle, tensor.dtype, tensor.size(), tensor.stride(), 0).flatten())
-        for page in (pages[0], *pages[2:]):
-            page.num_writes += 1
         return views, pages

@@ -88,6 +88,7 @@ class Updates:
 
     def begin_step(self) -> None:
         """Look for each parameter's group, since groups come, go and are replaced between steps."""
+        self._slices.begin_step()
         groups = self._optimizer.param_groups
         self._group_of = {id(parameter): group for group in groups for parameter in group["params"]}
 
@@ -227,19 +228,24 @@ class Updates:
 
     def _is_in_slices(self, parameter: torch.Tensor) -> bool:
         """Whether the device is to update a parameter in slices."""
-        is_hosted = self._host is not None and (not self._is_planned or id(parameter) in self._hosted)
-        return not is_hosted and self._slices.wants(parameter, self._optimizer.state.get(parameter, {}))
+        return self._host is None and self._is_too_much(parameter)
+
+    def _is_too_much(self, parameter: torch.Tensor) -> bool:
+        settings = [{**self._group_of.get(id(parameter), {}), "params": [parameter]}]
+        return len(settings[0]) > 1 and self._slices.wants(
+            parameter, self._optimizer.state.get(parameter, {}), settings
+        )
 
     def _is_for_host(self, parameter: torch.Tensor, pages: Sequence[Page]) -> bool:
-        if self._is_planned:
-            return id(parameter) in self._hosted
+        if self._is_planned:  # what is too much for the device at once is the host's in any plan
+            return id(parameter) in self._hosted or self._is_too_much(parameter)
         self._is_too_large = self._is_too_large or not all(page.is_at_hand for page in pages)
         return self._is_too_large
 
     def _update(self, parameter: torch.Tensor, live: State, now: State, settings: Sequence[Mapping[str, Any]]) -> None:
         """Do the update. ``live`` is the optimizer's entry, ``now`` what was in it when the step was due."""
         before, first = dict(now), self._pages.course.position + 1
-        if self._slices.wants(parameter, now):
+        if self._slices.wants(parameter, now, settings):
             changed = self._slices.update(parameter, now, settings)
             if changed is not None:
                 self._keep(parameter, live, before, changed)

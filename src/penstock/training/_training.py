@@ -184,12 +184,12 @@ class Training:
         self._is_entered = self._is_closed = False
         try:
             self._managed.begin(model, optimizer, update)
+            self._managed.watch.adopts_results = moves_activations
+            self._managed.recall(update, update_in_backward, moves_activations)
         except BaseException:
             self.close(discard=not isinstance(model, nn.Module))
             raise
         self.model, self.optimizer = self._managed.model, self._managed.optimizer
-        self._managed.watch.adopts_results = moves_activations
-        self._managed.recall(update, update_in_backward, moves_activations)
 
     def __enter__(self) -> Self:
         self._refuse_unusable()
