@@ -162,5 +162,13 @@ class OffloadDeclinedWarning(PenstockWarning):
     """Offloading was requested but is not done, because it would not pay off. The message gives the figures."""
 
 
+class JobRetriedWarning(PenstockWarning):
+    """A job of a fleet failed and begins again from its last checkpoint, as `Fleet(retry=...)` asks for."""
+
+
+class JobResumedWarning(PenstockWarning):
+    """A job that resumes had failed and is left alone, or its fields differ from those that it was trained with."""
+
+
 class TrackerWarning(PenstockWarning):
     """Metrics could not be written, or a tracker raised. Training goes on without further calls of the tracker."""

@@ -8,6 +8,7 @@ renamed. Nothing is ever unpickled. Frozen parameters are not stored: the job's 
 import json
 import math
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from penstock.checkpoints import DAMAGE, check_whole, decode, drafted, encode, unusable, unwritable
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, JobResumedWarning
 from penstock.files import check_is_file, read_json
 from penstock.fleet import _whole_state as whole
 from penstock.fleet._feed import Position
@@ -31,6 +32,8 @@ from penstock.tensorfiles import TensorFiles
 FORMAT = 1
 _STATE = "state.json"
 _WHOLE = "optimizer.safetensors"
+_FIELDS = ("accumulate", "clip_norm", "precision", "seed")
+"""Fields of a job that a checkpoint holds, so that one who continues with others is told."""
 _COPIES = 5
 """Attempts to copy a checkpoint that may be deleted meanwhile."""
 Json = dict[str, Any]  # any: what JSON holds
@@ -93,10 +96,18 @@ def restore(run: JobRun, path: Path, *, warm: bool = False) -> Callable[[], None
                 raise ValueError(f"it has a tensor {key!r}, but the job's model does not")
         if warm:
             return lambda: None
+        changed = _differences(training, state)
         _load_state(training, state)
         run.milestones.wants_validation = bool(state.get("wants_validation", False))
     except DAMAGE as error:
         raise unusable(path, error) from error
+    if changed:
+        warnings.warn(
+            f"job {run.job.name!r} continues from a checkpoint of a job that differed: {'; '.join(changed)}. A job "
+            "with another name begins anew; fleet.clone(..., warm=True) begins with the weights",
+            JobResumedWarning,
+            stacklevel=2,
+        )
     return lambda: _restore_states(run, path)
 
 
@@ -193,6 +204,7 @@ def state_of(training: JobTraining, *, wants_validation: bool) -> Json:
     scale = training.open_step.scale
     return {
         "format": FORMAT,
+        "job": {name: getattr(training.job, name) for name in _FIELDS},
         "position": asdict(training.position),
         "random": training.randomness.state(),
         "epoch_random": training.feed.epoch_random if training.position.batch else None,
@@ -270,6 +282,23 @@ def _like(tensor: torch.Tensor, own: torch.Tensor, key: str) -> torch.Tensor:
             "the model"
         )
     return tensor
+
+
+def _differences(training: JobTraining, state: Json) -> list[str]:
+    """Return what differs between a job and the one that a checkpoint is of, and which of both counts from now on."""
+    told, stored = [], state.get("job") or {}  # older checkpoints have none
+    for name in _FIELDS:
+        now = getattr(training.job, name)
+        if name in stored and stored[name] != now:
+            told.append(f"{name}={now!r} from now on, {stored[name]!r} before")
+    master, scheduler = training.optimizer.master, training.optimizer.scheduler
+    scheduled = set() if scheduler is None else {"lr", "betas", "momentum"}
+    for group, before in zip(master.param_groups, decode(state["groups"]), strict=False):
+        for key, value in before.items():
+            is_shown = isinstance(value, int | float | str | tuple) and key in group and key not in scheduled
+            if is_shown and group[key] != value:
+                told.append(f"{key}={value!r} of the checkpoint counts, and not {group[key]!r}")
+    return list(dict.fromkeys(told))
 
 
 def _load_state(training: JobTraining, state: Json) -> None:

@@ -41,7 +41,9 @@ class JobState(Enum):
 
 @dataclass(slots=True)
 class JobPlan:
-    """How a job trains: its length, and what was found out about its shards."""
+    """How a job trains: its length, and what was found out about its shards. It is wide because turns fill it in one by
+    one.
+    """
 
     is_ready: bool = False
     """Whether the job is prepared, so that the rest is known."""
@@ -67,6 +69,8 @@ class JobPlan:
     """Bytes of its first batch."""
     num_times_smaller: int = 0
     """How often it was cut smaller because a device ran out of memory."""
+    num_retries: int = 0
+    """How often it began again after an error of its own."""
 
 
 @dataclass(slots=True)

@@ -2,10 +2,12 @@
 
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
+from penstock.errors import CheckpointError
 from penstock.fleet import _checkpoint
 from penstock.fleet._engine import Engine
+from penstock.fleet._feed import Position
 from penstock.fleet._job import Job, JobSource
 from penstock.fleet._life import JobRun, JobState
 from penstock.fleet._records import Records
@@ -21,13 +23,14 @@ _WAITS_S = 1.0
 class Roster:
     """The jobs of a fleet, which are added, change their state, and leave.
 
-    ``resume`` continues from what `known` says about them.
+    ``resume`` continues from what `known` says about them; ``"failed"`` also tries those again that had failed.
     """
 
-    def __init__(self, engine: Engine, records: Records, *, resume: bool):
+    def __init__(self, engine: Engine, records: Records, *, resume: bool | Literal["failed"]):
         self.known: dict[str, JobRow] = {}
         """Jobs of an earlier process, by name."""
-        self._engine, self._records, self.resumes = engine, records, resume
+        self._engine, self._records = engine, records
+        self.resumes, self._tries_failed = bool(resume), resume == "failed"
         self._sources: dict[str, JobSource] = {}
         self._over: dict[str, JobResult] = {}
         self._num_places = 0
@@ -57,7 +60,7 @@ class Roster:
                     f"{folder} already holds checkpoints of a job with this name; continue from them with "
                     "fleet.run(..., resume=True), or give another run_dir"
                 )
-            if known is not None and JobState(known.state).is_over:
+            if known is not None and self._is_over(job, JobState(known.state)):
                 state = JobState(known.state)
                 self._over[job.name] = stored_result(job, folder, state, known.error, known.seconds_per_step)
                 return
@@ -65,6 +68,23 @@ class Roster:
             if known is not None and known.state == JobState.PAUSED.value:
                 run.state = JobState.PAUSED
             self._engine.add(run)
+
+    def _is_over(self, job: Job, state: JobState) -> bool:
+        """Whether a job of an earlier process has nothing left to do."""
+        if state is JobState.FAILED:
+            return not self._tries_failed
+        path = _checkpoint.latest(self._records.folder(job)) if state is JobState.DONE else None
+        if path is None:
+            return state.is_over
+        try:
+            return Position(**_checkpoint.read_state(path)["position"]).is_end_of(job)
+        except (CheckpointError, KeyError, TypeError):  # who asks for its model gets the error
+            return True
+
+    @property
+    def left_failed(self) -> list[str]:
+        """Names of the jobs that had failed in an earlier process, and stay so."""
+        return [name for name, result in self._over.items() if result.state is JobState.FAILED]
 
     def want(self, name: str, state: JobState) -> None:
         """Request a state for the end of the job's turn. Raise ``ValueError`` if the job is over."""
@@ -77,6 +97,8 @@ class Roster:
 
     def forget(self, name: str) -> None:
         """Remove a job that is over. Raise ``ValueError`` if it is not."""
+        if self._over.pop(name, None) is not None:
+            return
         run = self._find(name)
         with self._engine.condition:
             if not run.state.is_over:
@@ -126,9 +148,14 @@ class Roster:
             for run in self._engine.runs:
                 if run.job.name == name:
                     return run
-            raise ValueError(
-                f"there is no job named {name!r}; there are {', '.join(run.job.name for run in self._engine.runs)}"
-            )
+            if name in self._over:
+                raise ValueError(
+                    f"job {name!r} is {self._over[name].state.value} already, since an earlier run; "
+                    "fleet.run(..., resume='failed') tries jobs again that have failed, and a job with more epochs or "
+                    "steps than it was trained for goes on"
+                )
+            names = [*(run.job.name for run in self._engine.runs), *self._over]
+            raise ValueError(f"there is no job named {name!r}; there are {', '.join(names) or 'none'}")
 
     def _row_of(self, run: JobRun) -> JobRow:
         training, source, known = run.training, self._sources.get(run.job.name), self.known.get(run.job.name)

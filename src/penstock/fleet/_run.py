@@ -6,16 +6,18 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 
 from penstock.arguments import checked, renamed
+from penstock.errors import JobResumedWarning
 from penstock.fleet._devices import account_of, devices_of
 from penstock.fleet._engine import Engine
 from penstock.fleet._job import Ablation, Device, Job, JobSource
@@ -97,7 +99,9 @@ class Fleet:
     device; host memory fills first. By default host memory takes up to 60% of what is free, if no disk is given.
     ``run_dir``: folder of checkpoints, metrics and state, on a local disk; by default a temporary one that is
     deleted with the results. ``jobs_dir``: another folder for checkpoints and metrics. ``resume=True`` continues
-    with what an earlier process left there; otherwise a folder that holds a fleet is refused. ``scheduler``:
+    with what an earlier process left there, also jobs that were done and now have more epochs or steps;
+    ``resume="failed"`` also tries those again that had failed. Otherwise a folder that holds a fleet is refused.
+    ``retry``: how often a job that fails goes on from its last checkpoint before it counts as failed. ``scheduler``:
     chooses the job that a free device takes; by default all have equal turns, see `Scheduler`. ``stopper``: sees
     every validation and may stop the job. ``checkpoint_every``: steps between checkpoints of a job; by default ten
     minutes. ``keep``: checkpoints kept per job. ``trackers``: receivers of metrics in addition to the folder.
@@ -108,7 +112,7 @@ class Fleet:
     """
 
     @renamed(host_budget="host")
-    @checked("fleet.Fleet(['cuda:0'], '40GiB')", checkpoint_every=1, keep=1)
+    @checked("fleet.Fleet(['cuda:0'], '40GiB')", checkpoint_every=1, keep=1, retry=0)
     def __init__(
         self,
         devices: Sequence[str | torch.device | Device] | None = None,
@@ -118,7 +122,8 @@ class Fleet:
         disk: DiskSpec = None,
         run_dir: str | Path | None = None,
         jobs_dir: str | Path | None = None,
-        resume: bool = False,
+        resume: bool | Literal["failed"] = False,
+        retry: int = 0,
         scheduler: SchedulerName | Scheduler = "fair",
         stopper: Stopper | None = None,
         checkpoint_every: int | None = None,
@@ -138,11 +143,19 @@ class Fleet:
         self.host_bytes = None if account.disk_bytes or account.tiers else account.host_bytes
         """Bytes that jobs may take while they are not on a device; ``None``: a disk takes what exceeds host memory."""
         self.state = FleetState(self.run_dir)
-        self.state.refuse_strangers(resume=resume)
+        self.state.refuse_strangers(resume=bool(resume))
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._records = Records(self.run_dir, trackers, jobs_dir)
         self._news = threading.Event()
-        upkeep = Upkeep(self._records, stopper, every=checkpoint_every, keep=keep, resume=resume, ended=self._news.set)
+        upkeep = Upkeep(
+            self._records,
+            stopper,
+            every=checkpoint_every,
+            keep=keep,
+            resume=bool(resume),
+            retry=retry,
+            ended=self._news.set,
+        )
         ablation = ablation or Ablation()
         pilots = Pilots(
             budget_bytes=min(parse_bytes(device.budget) for device in places if device.budget is not None),
@@ -254,6 +267,7 @@ class Fleet:
                 "wait() was already called on this fleet and its devices have stopped; create a new fleet for more jobs"
             )
         self._ask(more)
+        self._tell_failed()
         self._session.is_started = True
         with FakeTensorMode():  # without a GPU, CUDA builds lose with their first thread what later traces use
             pass
@@ -296,6 +310,16 @@ class Fleet:
         return [record for worker in self._engine.workers for record in list(worker.log.records)]
 
     # The thread that waits
+
+    def _tell_failed(self) -> None:
+        names = self._roster.left_failed
+        if names:
+            warnings.warn(
+                f"{len(names)} jobs failed in an earlier run and are left as they are ({', '.join(names[:5])}"
+                f"{', ...' if len(names) > 5 else ''}): fleet.run(..., resume='failed') tries them again",
+                JobResumedWarning,
+                stacklevel=3,
+            )
 
     def _ask(self, more: Callable[[], bool] | None) -> None:
         may_come = more is not None and more()

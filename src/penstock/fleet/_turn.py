@@ -293,26 +293,31 @@ class JobTurn:
     def _handle(self, worker: Worker, error: BaseException) -> None:
         """Handle an error of the job.
 
-        The first time that memory runs out, the job restarts with smaller shards from its last checkpoint. Any other
-        error ends the job.
+        The first time that memory runs out, the job restarts with smaller shards from its last checkpoint. After any
+        other error it does so as often as the fleet retries, or ends.
         """
         run, engine = self.run_of, self.engine
         is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
         may_help = run.is_prepared and not run.plan.num_times_smaller and run.plan.uncut is None
-        if not (is_memory and may_help):
-            if isinstance(error, CannotBeCut):
-                error = CaptureError(
-                    f"a later batch shows that the job cannot be cut, because {error}, but the job was cut, as its "
-                    "first batch allowed. Let the first batch take the same way"
-                )
+        if isinstance(error, CannotBeCut):
+            error = CaptureError(
+                f"a later batch shows that the job cannot be cut, because {error}, but the job was cut, as its "
+                "first batch allowed. Let the first batch take the same way"
+            )
+        if is_memory and may_help:
+            run.plan.num_times_smaller += 1
+        elif engine.upkeep.may_retry(run, error):
+            run.plan.num_retries += 1
+            run.plan.uncut = None
+        else:
             engine.fail(run, worker, error)
             return
         for item in run.training.items():
             worker.memory.discard(item)
-        run.plan.num_times_smaller += 1
         run.plan.ways = Ways()  # what it learned was about other shards
         run.milestones.wants_validation, run.milestones.last_validation, run.milestones.saved_step = False, -1, -1
         with engine.condition:
+            engine.readers.remove(run.job.name)
             run.training, run.plan.is_ready, run.home = JobTraining(run.job), False, None
 
 

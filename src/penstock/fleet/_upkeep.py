@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from penstock.errors import CheckpointError, TierDegradedWarning
+from penstock.errors import BudgetError, CaptureError, CheckpointError, JobRetriedWarning, TierDegradedWarning
 from penstock.fleet import _checkpoint
 from penstock.fleet._job import Job
 from penstock.fleet._life import JobRun, JobState
@@ -23,7 +23,8 @@ Stopper = Callable[[Job, int, Mapping[str, float]], bool]
 class Upkeep:
     """Callbacks of the engine at certain moments of a job, called without its lock.
 
-    ``every``: steps between checkpoints of a job; ``None``: ten minutes. ``ended`` is called when a job is over.
+    ``every``: steps between checkpoints of a job; ``None``: ten minutes. ``retry``: how often a job that fails begins
+    again. ``ended`` is called when a job is over.
     """
 
     def __init__(
@@ -34,11 +35,12 @@ class Upkeep:
         every: int | None,
         keep: int,
         resume: bool,
+        retry: int,
         ended: Callable[[], None],
     ):
         self._records, self._stopper = records, stopper
         self._every, self._keep, self._resume = every, max(1, keep), resume
-        self._ended = ended
+        self._ended, self._retry = ended, retry
         self._warned = False
 
     def stepped(self, run: JobRun) -> None:
@@ -94,13 +96,28 @@ class Upkeep:
             return run.training.position.step % self._every == 0
         return time.time() - max(run.milestones.saved_s, run.milestones.started_s) > _SAVE_S
 
+    def may_retry(self, run: JobRun, error: BaseException) -> bool:
+        """Whether a job that has raised an error begins again from its last checkpoint, which is told."""
+        if run.plan.num_retries >= self._retry or isinstance(error, BudgetError | CaptureError):
+            return False
+        path = _checkpoint.latest(self._records.folder(run.job))
+        where = "the beginning" if path is None else f"its checkpoint of {path.name.replace('-', ' ')}"
+        warnings.warn(
+            f"job {run.job.name!r} failed in step {run.training.position.step + 1}: {type(error).__name__}: {error}. "
+            f"It goes on from {where}; this is try {run.plan.num_retries + 2} of {self._retry + 1}",
+            JobRetriedWarning,
+            stacklevel=2,
+        )
+        return True
+
     def restore(self, run: JobRun) -> Callable[[], None] | None:
         """Load the last checkpoint, if any, into a job that begins.
 
         Replaces its tensors, and returns a function that restores the rest.
         """
         folder = self._records.folder(run.job)
-        path = _checkpoint.latest(folder) if self._resume or run.plan.num_times_smaller else None
+        has_begun = run.plan.num_times_smaller or run.plan.num_retries
+        path = _checkpoint.latest(folder) if self._resume or has_begun else None
         if path is None:
             with contextlib.suppress(IsADirectoryError):  # then no line can be written either, and a warning says so
                 (folder / "metrics.jsonl").unlink(missing_ok=True)
