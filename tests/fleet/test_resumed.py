@@ -163,3 +163,64 @@ def test_what_is_over_since_an_earlier_run_is_named_when_asked_for(tmp_path):
 def test_other_words_are_refused(tmp_path):
     with pytest.raises((TypeError, ValueError), match="resume"):
         train([good_job()], run_dir=tmp_path, resume="all")
+
+
+class Numbered:
+    """Data whose passes differ by a number of their own."""
+
+    def __init__(self):
+        self.num_passes = 0
+
+    def __iter__(self):
+        self.num_passes += 1
+        return iter(batches(count=3, seed=self.num_passes))
+
+
+class Drawing:
+    """Data that draw from a generator of their own while they are read."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(11)
+
+    def __iter__(self):
+        for _ in range(3):
+            yield tuple(torch.randint(256, (2, 32), generator=self.generator) for _ in range(2))
+
+
+def loader(**options):
+    return torch.utils.data.DataLoader([batch[0] for batch in batches(count=12, batch=1)], 4, shuffle=True, **options)
+
+
+def looped(data):
+    """A job whose batches are single tensors, of which the targets are made."""
+    return {"data": data, "loss": lambda model, batch: model(batch.flatten(0, -2), batch.flatten(0, -2))}
+
+
+STATES = {
+    "a generator of the loader": looped(lambda: loader(generator=torch.Generator().manual_seed(5))),
+    "PyTorch's generator": looped(loader),
+    "passes that are counted": {"data": Numbered},
+    "draws while it is read": {"data": Drawing},
+}
+
+
+@pytest.mark.parametrize("steps", [4, 5, 8, {"epochs": 2}])
+@pytest.mark.parametrize("name", STATES)
+def test_data_with_a_state_of_their_own_go_on(tmp_path, quiet, name, steps):
+    settings = STATES[name]
+    first = steps if isinstance(steps, dict) else {"steps": steps}
+    then = {"epochs": 4} if isinstance(steps, dict) else {"steps": 11}
+    train([gpt_job(**{"steps": None, **settings, **first})], run_dir=tmp_path)
+    longer = train([gpt_job(**{"steps": None, **settings, **then})], run_dir=tmp_path, resume=True)["job"]
+    assert longer.losses == tuple(train_plainly(gpt_job(**{"steps": None, **settings, **then}))[0])
+
+
+def test_data_that_cannot_be_brought_back_are_said(tmp_path):
+    others = iter(range(100))
+
+    def data():
+        return batches(count=3, seed=next(others))
+
+    train([gpt_job(data=data, steps=5)], run_dir=tmp_path)
+    with pytest.warns(JobResumedWarning, match="continues with other batches"):
+        train([gpt_job(data=data, steps=8)], run_dir=tmp_path, resume=True)

@@ -27,6 +27,7 @@ from penstock.fleet._life import JobRun
 from penstock.fleet._memory import DeviceMemory, Item
 from penstock.fleet._packed import Packed
 from penstock.fleet._training import JobTraining
+from penstock.stepping import is_own
 from penstock.tensorfiles import TensorFiles
 
 FORMAT = 1
@@ -207,7 +208,8 @@ def state_of(training: JobTraining, *, wants_validation: bool) -> Json:
         "job": {name: getattr(training.job, name) for name in _FIELDS},
         "position": asdict(training.position),
         "random": training.randomness.state(),
-        "epoch_random": training.feed.epoch_random if training.position.batch else None,
+        "epoch_random": training.feed.epoch_random,
+        "seen": training.feed.seen,
         "losses": training.history.losses,
         "validations": training.history.validations,
         "wants_validation": wants_validation,
@@ -293,7 +295,8 @@ def _differences(training: JobTraining, state: Json) -> list[str]:
             told.append(f"{name}={now!r} from now on, {stored[name]!r} before")
     master, scheduler = training.optimizer.master, training.optimizer.scheduler
     scheduled = set() if scheduler is None else {"lr", "betas", "momentum"}
-    for group, before in zip(master.param_groups, decode(state["groups"]), strict=False):
+    groups = zip(master.param_groups, decode(state["groups"]), strict=False)
+    for group, before in groups if is_own(master) else ():  # others may change their settings by themselves
         for key, value in before.items():
             is_shown = isinstance(value, int | float | str | tuple) and key in group and key not in scheduled
             if is_shown and group[key] != value:
@@ -314,7 +317,14 @@ def _load_state(training: JobTraining, state: Json) -> None:
     if training.optimizer.scheduler is not None:
         training.optimizer.scheduler.load_state_dict(decode(state["scheduler"]))
     training.position = Position(**state["position"])
-    training.feed.skip_to(training.position, state["epoch_random"])
+    if not training.feed.skip_to(training.position, state["epoch_random"], state.get("seen", ())):
+        warnings.warn(
+            f"job {training.job.name!r} continues with other batches than it would have seen: its data has a state "
+            "that neither a new pass nor all passes from the beginning bring back. Let data() return the same batches "
+            "whenever it is called, such as a DataLoader that draws from PyTorch's own generator",
+            JobResumedWarning,
+            stacklevel=2,
+        )
     training.randomness.load(state["random"])
 
 

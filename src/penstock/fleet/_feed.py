@@ -1,7 +1,9 @@
 """The batches of a job in the order of a training script, and its position in them."""
 
+import hashlib
+import itertools
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +14,8 @@ from penstock.fleet._job import Job
 from penstock.fleet._random import Randomness
 
 _END = object()
+_MARKED = 64
+"""Numbers of a tensor that tell batches apart."""
 
 
 @dataclass(slots=True)
@@ -71,12 +75,16 @@ class Feed:
         validation: Iterable[Any] | None,
         randomness: Randomness,
         position: Position,
+        again: Callable[[], Iterable[Any]],
     ):
-        self.data = data
+        self.data, self._again = data, again
+        """The data, and a function that makes it again as it was made first."""
         self.validation = validation
         """The validation batches; ``None``: no validation."""
         self.epoch_random: dict[str, Any] | None = None
-        """The job's random state at the start of the current pass."""
+        """The job's random state at the start of the current pass, or of the last one between two."""
+        self.seen = ["", ""]
+        """Marks of the first and of the last batch of that pass, by which a checkpoint tells whether data repeat."""
         self._job, self._randomness, self._position = job, randomness, position
         self._batches: Iterator[Any] | None = None
         self._peeked: tuple[list[torch.Tensor], Structure] | None = None
@@ -103,6 +111,7 @@ class Feed:
                 self._batches = iter(self.data)
             batch = next(self._batches, _END)
         if batch is not _END:
+            self._note(position.batch, batch)
             position.batch += 1
             return flatten(batch)
         if not position.batch:
@@ -124,16 +133,55 @@ class Feed:
             return max(self._position.step + 1, 100)
         return max(1, (self._job.epochs or 1) * num_batches // self._job.accumulate)
 
-    def skip_to(self, position: Position, epoch_random: dict[str, Any] | None) -> None:
-        """Continue at ``position`` of a checkpoint: take and drop the batches of its epoch that came before."""
+    def _note(self, number: int, batch: Any) -> None:  # any: what the data yields
+        mark = _mark(batch)
+        self.seen = [mark, mark] if not number else [self.seen[0], mark]
+
+    def skip_to(self, position: Position, epoch_random: dict[str, Any] | None, seen: Sequence[str] = ()) -> bool:
+        """Continue at ``position`` of a checkpoint; return whether the data is known to go on as it would have.
+
+        The batches of the pass that came before are taken and dropped. Data may have a state of its own that goes on
+        from pass to pass: a generator, a counter. If the batches are not those that were ``seen``, the data is made
+        again, and the passes before are begun, or read to their ends, if that brings back what was seen.
+        """
         self._position, self._batches, self.epoch_random = position, None, epoch_random
-        if not position.batch:
-            return
-        assert epoch_random is not None
-        now = self._randomness.state()
+        if epoch_random is None:
+            return True
+        for reads in (None, False, True) if seen else (None,):
+            if reads is not None:
+                self.data = self._again()
+            self._replay(position, epoch_random, reads=reads)
+            if not seen or self.seen == list(seen):
+                return True
+        return False
+
+    def _replay(self, position: Position, epoch_random: dict[str, Any], *, reads: bool | None) -> None:
+        """Bring the data to a position. ``reads``: whether passes before are read whole, or begun; ``None``: neither.
+
+        Between two passes, the last one is read again.
+        """
+        now, self.seen = self._randomness.state(), ["", ""]
+        num_passes = position.epoch if position.batch else position.epoch - 1
+        with self._randomness.swapped_in():
+            for _ in range(0 if reads is None else num_passes):
+                for _ in itertools.islice(self.data, None if reads else 1):
+                    pass
         self._randomness.load(epoch_random)
         with self._randomness.swapped_in():
-            self._batches = iter(self.data)
-            for _ in range(position.batch):
-                next(self._batches)
+            batches = iter(self.data)
+            for number, batch in enumerate(itertools.islice(batches, position.batch or None)):
+                self._note(number, batch)
+            self._batches = batches if position.batch else None
         self._randomness.load(now)
+
+
+def _mark(batch: Any) -> str:  # any: what the data yields
+    """Return a text that differs for batches that differ: from shapes, dtypes and some numbers of each tensor."""
+    mark = hashlib.blake2b(digest_size=12)
+    for leaf in flatten(batch)[0]:
+        mark.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
+        if leaf.layout is torch.strided and leaf.numel():
+            flat = leaf.detach().flatten()
+            few = flat[:: max(1, len(flat) // _MARKED)][:_MARKED]
+            mark.update(repr(few.tolist()).encode())
+    return mark.hexdigest()

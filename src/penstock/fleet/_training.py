@@ -4,8 +4,9 @@ Nothing here decides when or where it runs. The worker of a device does (`_worke
 job is in its groups, gradients and optimizer states, which move from device to device as items.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -83,6 +84,7 @@ class JobTraining:
             self.randomness.cpu, self.randomness.python, self.randomness.numpy = mark
             with self.randomness.swapped_in():
                 self.optimizer = self._make_optimizer()
+        before = self.randomness.state()
         with self.randomness.swapped_in():
             data = job.data()
             validation = None if job.validation is None else job.validation()
@@ -91,7 +93,16 @@ class JobTraining:
                     f"job {job.name!r}: ReduceLROnPlateau takes a metric, so lr_scheduler= needs validation data: "
                     "validation=lambda: batches"
                 )
-            self.feed = Feed(job, data, validation, self.randomness, self.position)
+            self.feed = Feed(job, data, validation, self.randomness, self.position, lambda: self._data_again(before))
+
+    def _data_again(self, mark: dict[str, Any]) -> Iterable[Any]:  # any: a state of `Randomness`; batches
+        """Return the data as it was made first."""
+        now = self.randomness.state()
+        self.randomness.load(mark)
+        with self.randomness.swapped_in():
+            data = self.job.data()
+        self.randomness.load(now)
+        return data
 
     def _make_optimizer(self) -> ShardedOptimizer:
         job, parameters = self.job, self.weights.parameters
