@@ -1,5 +1,8 @@
 """Turns of a job."""
 
+import sys
+
+import pytest
 import torch
 from fleet_jobs import batches, gpt_job, train, train_plainly
 
@@ -48,3 +51,14 @@ def test_out_of_memory_is_answered_by_smaller_shards(monkeypatch):
     assert results["job"].error is None
     assert hits[-1] > hits[0]
     assert list(results["job"].losses) == train_plainly(job)[0]
+
+
+@pytest.mark.parametrize("where", ["data", "loss", "model"])
+def test_a_job_that_exits_ends_alone(where):
+    def leave(*_):
+        sys.exit(3)
+
+    results = train([gpt_job("leaves", **{where: leave}), gpt_job("stays", steps=2)], num_devices=1)
+    assert results["leaves"].state is JobState.FAILED
+    assert "SystemExit: 3" in results["leaves"].error
+    assert results["stays"].state is JobState.DONE

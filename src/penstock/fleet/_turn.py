@@ -84,7 +84,7 @@ class JobTurn:
                     engine.end(run, worker, JobState.STOPPED)
             else:
                 self._advance(worker)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a script's sys.exit() is its own, and not the fleet's
             self._handle(worker, error)
         finally:
             following = worker.following
