@@ -40,18 +40,18 @@ _COPIES = 5
 Json = dict[str, Any]  # any: what JSON holds
 
 
-def latest(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint in a job's folder."""
-    paths = sorted(path for path in (folder / "checkpoints").glob("step-*") if (path / _STATE).is_file())
+def latest(folder: Path, kind: str = "checkpoints") -> Path | None:
+    """Return the newest complete checkpoint in a job's folder; ``kind="best"``: that of its best validation."""
+    paths = sorted(path for path in (folder / kind).glob("step-*") if (path / _STATE).is_file())
     return paths[-1] if paths else None
 
 
-def save(run: JobRun, memory: DeviceMemory, folder: Path, *, keep: int) -> Path:
-    """Write a checkpoint of a job that is between two steps, and delete all but the newest ``keep``.
+def save(run: JobRun, memory: DeviceMemory, folder: Path, *, keep: int, kind: str = "checkpoints") -> Path:
+    """Write a checkpoint of a job that is between two steps, and delete all but the newest ``keep`` of its ``kind``.
 
     Raises ``CheckpointError`` if it could not be written; earlier checkpoints are then intact.
     """
-    training, parent = run.training, folder / "checkpoints"
+    training, parent = run.training, folder / kind
     target = parent / f"step-{training.position.step:08}"
     for item in training.items():
         if item.pending is not None:
@@ -174,6 +174,13 @@ def copy_newest(folder: Path, origin: Path, name: str) -> None:
         shutil.rmtree(origin, ignore_errors=True)
         draft.rename(origin)
         return
+
+
+def forget_best_after(folder: Path, last: Path | None) -> None:
+    """Delete checkpoints of validations that come after a job's last checkpoint, or all if it begins anew."""
+    for path in (folder / "best").glob("step-*"):
+        if last is None or path.name > last.name:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def forget_after(path: Path, step: int) -> None:

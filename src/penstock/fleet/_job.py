@@ -82,6 +82,16 @@ class Job:
 
     ``None``: the loss.
     """
+    best: tuple[str, Literal["min", "max"]] | None = None
+    """A metric of validations and whether less or more of it is better: ``("accuracy", "max")``.
+
+    The checkpoint of the best validation is then kept beside the last one: ``result.model(best=True)``.
+    """
+    patience: int | None = None
+    """Validations in a row that may bring nothing better before the job is stopped; ``None``: no limit.
+
+    Better is what ``best`` says, or else a smaller loss.
+    """
     lr_scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
     """A factory of the learning-rate scheduler, which is stepped after every optimizer step.
 
@@ -137,17 +147,17 @@ class Job:
                 )
         if (self.epochs is None) == (self.steps is None):
             raise ValueError(f"job {self.name!r}: give either epochs=3 or steps=1000")
-        for key in ("epochs", "steps", "accumulate", "evaluate_every"):
+        for key in ("epochs", "steps", "accumulate", "evaluate_every", "patience"):
             value = getattr(self, key)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"job {self.name!r}: `{key}` must be a whole number of at least 1, got {value!r}")
         check_fields(self, "Job(name='lr=3e-4', model=..., data=..., loss=..., optimizer=..., epochs=3)")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"job {self.name!r}: `clip_norm` must be above 0, got {self.clip_norm!r}")
-        if self.validation is None and (self.evaluate_every or self.metric):
+        if self.validation is None and (self.evaluate_every or self.metric or self.best or self.patience):
             raise ValueError(
-                f"job {self.name!r}: `evaluate_every` and `metric` need validation data; give validation=lambda: "
-                "batches"
+                f"job {self.name!r}: `evaluate_every`, `metric`, `best` and `patience` need validation data; give "
+                "validation=lambda: batches"
             )
 
     def with_changes(self, **changes: Any) -> "Job":

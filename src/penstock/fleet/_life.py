@@ -1,6 +1,7 @@
 """A job in the fleet: its state, and what is known about it."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -86,6 +87,23 @@ class Milestones:
     """Step of the last checkpoint."""
     saved_s: float = 0.0
     """Time of the last checkpoint."""
+
+
+def metric_of(job: Job) -> tuple[str, str]:
+    """Return the metric of validations by which the job's best one is told, and whether it is the least or the most."""
+    return job.best or ("loss", "min")
+
+
+def num_since_best(job: Job, validations: Sequence[Mapping[str, float]]) -> int | None:
+    """Return how many validations have come since the best one by what the job calls so; 0 if that is the last.
+
+    ``None`` if no validation has a number for it.
+    """
+    name, mode = metric_of(job)
+    sign = 1.0 if mode == "min" else -1.0
+    values = [sign * float(each.get(name, math.nan)) for each in validations]
+    known = [value for value in values if not math.isnan(value)]
+    return len(values) - 1 - values.index(min(known)) if known else None
 
 
 @dataclass(eq=False)

@@ -76,6 +76,8 @@ class JobResult:
     """Seconds of a step's units, on one device."""
     checkpoint: Path | None
     """Folder of the last checkpoint; ``None`` if there is none."""
+    best_checkpoint: Path | None = None
+    """Folder of the best validation's checkpoint; ``None`` without ``Job(best=...)``."""
     weights: Mapping[str, torch.Tensor] | None = field(default=None, repr=False, compare=False)
     """The trained tensors in main memory, if the last checkpoint could not be written; ``None`` if they are there."""
     keeps: object = field(default=None, repr=False, compare=False)
@@ -86,19 +88,24 @@ class JobResult:
         """The job's name."""
         return self.job.name
 
-    def model(self) -> nn.Module:
-        """Return the trained model, in main memory.
+    def model(self, *, best: bool = False) -> nn.Module:
+        """Return the trained model, in main memory; ``best``: as it was at its best validation.
 
         Raises ``ValueError`` if there is no checkpoint, and ``CheckpointError`` if it cannot be used.
         """
-        if self.checkpoint is None and self.weights is None:
+        if best and self.best_checkpoint is None:
+            raise ValueError(
+                f"job {self.name!r} has no checkpoint of its best validation; ask for one: Job(best=('loss', 'min'))"
+            )
+        if not best and self.checkpoint is None and self.weights is None:
             raise ValueError(f"job {self.name!r} is {self.state.value} and has no checkpoint to load: {self.error}")
         with Randomness(self.job.seed).swapped_in():
             model = self.job.model()
-        if self.weights is not None:
+        path = self.best_checkpoint if best else self.checkpoint
+        if self.weights is not None and not best:
             return fill_model(model, self.weights)
-        assert self.checkpoint is not None
-        return load_model(self.checkpoint, model)
+        assert path is not None
+        return load_model(path, model)
 
     def value(self, metric: str) -> float | None:
         """Return the last validation's ``metric``; for ``"loss"`` without a validation, the last step's loss."""
@@ -202,4 +209,5 @@ def stored_result(job: Job, folder: Path, state: JobState, error: str | None, se
         error=error,
         seconds_per_step=seconds_per_step,
         checkpoint=path,
+        best_checkpoint=latest(folder, "best"),
     )

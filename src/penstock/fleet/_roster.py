@@ -192,6 +192,7 @@ class Roster:
             seconds_per_step=run.plan.seconds_per_step,
             weights=run.training.history.weights,
             checkpoint=_checkpoint.latest(self._records.folder(run.job)),
+            best_checkpoint=_checkpoint.latest(self._records.folder(run.job), "best"),
         )
 
 

@@ -95,12 +95,10 @@ class JobTurn:
         training = run.training
         batch = None
         while batch is None:
-            if run.milestones.wants_validation:
-                run.milestones.wants_validation = False
-                if self._validate(worker):
-                    engine.upkeep.save(run, worker, is_last=True)
-                    engine.end(run, worker, JobState.STOPPED)
-                    return
+            if run.milestones.wants_validation and self._validate(worker):
+                engine.upkeep.save(run, worker, is_last=True)
+                engine.end(run, worker, JobState.STOPPED)
+                return
             if training.is_done():
                 self._finish(worker)
                 return
@@ -248,7 +246,7 @@ class JobTurn:
         """Run one pass over the validation batches, and return whether the job must stop."""
         run, training = self.run_of, self.run_of.training
         assert training.feed.validation is not None
-        run.milestones.last_validation = training.position.step
+        run.milestones.last_validation, run.milestones.wants_validation = training.position.step, False
         sums: dict[str, float] = {}
         num_batches = 0
         with training.randomness.swapped_in():
@@ -266,7 +264,7 @@ class JobTurn:
         means = {name: value / num_batches for name, value in sums.items()}
         training.optimizer.step_on_plateau(means)
         training.history.validations.append({"step": float(training.position.step), **means})
-        return self.engine.upkeep.validated(run, means)
+        return self.engine.upkeep.validated(run, worker, means)
 
     def _evaluate(self, worker: Worker, batch: Any) -> dict[str, float]:  # any: a batch
         run, training = self.run_of, self.run_of.training

@@ -10,7 +10,7 @@ import torch
 from penstock.errors import BudgetError, CaptureError, CheckpointError, JobRetriedWarning, TierDegradedWarning
 from penstock.fleet import _checkpoint
 from penstock.fleet._job import Job
-from penstock.fleet._life import JobRun, JobState
+from penstock.fleet._life import JobRun, JobState, metric_of, num_since_best
 from penstock.fleet._records import Records
 from penstock.fleet._worker import Worker
 
@@ -55,11 +55,30 @@ class Upkeep:
             metrics["samples_per_s"] = samples / run.plan.seconds_per_step
         self._records.log(run.job, training.position.step, metrics)
 
-    def validated(self, run: JobRun, metrics: dict[str, float]) -> bool:
-        """Record the metrics of a validation, and return whether the job must stop."""
-        step = run.training.position.step
-        self._records.log(run.job, step, {f"validation/{key}": value for key, value in metrics.items()})
-        return self._stopper is not None and self._stopper(run.job, step, metrics)
+    def validated(self, run: JobRun, worker: Worker, metrics: dict[str, float]) -> bool:
+        """Record the metrics of a validation, keep it if it is the best one, and return whether the job must stop."""
+        job, step = run.job, run.training.position.step
+        self._records.log(job, step, {f"validation/{key}": value for key, value in metrics.items()})
+        must_stop = self._stopper is not None and self._stopper(job, step, metrics)
+        if job.best is None and job.patience is None:
+            return must_stop
+        name, _ = metric_of(job)
+        if name not in metrics:
+            raise ValueError(
+                f"job {job.name!r}: its validations have no {name!r}, but {', '.join(map(repr, metrics))}; name the "
+                f"metric: Job(best=({next(iter(metrics))!r}, 'min'), ...)"
+            )
+        num_since = num_since_best(job, run.training.history.validations)
+        if job.best is not None and num_since == 0:
+            self._keep_best(run, worker)
+        return must_stop or (job.patience is not None and num_since is not None and num_since >= job.patience)
+
+    def _keep_best(self, run: JobRun, worker: Worker) -> None:
+        """Write the checkpoint of a validation. The one before it stays if that is not possible."""
+        try:
+            _checkpoint.save(run, worker.memory, self._records.folder(run.job), keep=1, kind="best")
+        except CheckpointError as error:
+            self._tell_unsaved(error)
 
     def save(self, run: JobRun, worker: Worker, *, is_last: bool = False) -> None:
         """Write a checkpoint, unless the job is in the middle of a step or has a checkpoint of this step.
@@ -80,15 +99,18 @@ class Upkeep:
                     f"{error}. The job ended in step {training.position.step}; its weights are in this process only: "
                     f"results[{run.job.name!r}].model()"
                 ) from error
-            if not self._warned:
-                self._warned = True
-                warnings.warn(
-                    f"{error}. Training goes on, and later checkpoints are tried; this warning is shown once.",
-                    TierDegradedWarning,
-                    stacklevel=2,
-                )
+            self._tell_unsaved(error)
         else:
             run.milestones.saved_step = training.position.step
+
+    def _tell_unsaved(self, error: CheckpointError) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{error}. Training goes on, and later checkpoints are tried; this warning is shown once.",
+                TierDegradedWarning,
+                stacklevel=3,
+            )
 
     def wants_save(self, run: JobRun) -> bool:
         """Whether a checkpoint is due."""
@@ -118,6 +140,7 @@ class Upkeep:
         folder = self._records.folder(run.job)
         has_begun = run.plan.num_times_smaller or run.plan.num_retries
         path = _checkpoint.latest(folder) if self._resume or has_begun else None
+        _checkpoint.forget_best_after(folder, path)
         if path is None:
             with contextlib.suppress(IsADirectoryError):  # then no line can be written either, and a warning says so
                 (folder / "metrics.jsonl").unlink(missing_ok=True)
