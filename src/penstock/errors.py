@@ -167,7 +167,7 @@ class JobRetriedWarning(PenstockWarning):
 
 
 class JobResumedWarning(PenstockWarning):
-    """A job that resumes had failed and is left alone, or its fields differ from those that it was trained with."""
+    """A job that resumes is not as it was: it had failed and is left alone, its settings differ, or its batches do."""
 
 
 class TrackerWarning(PenstockWarning):
