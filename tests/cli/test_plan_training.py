@@ -56,7 +56,9 @@ def test_smaller_budgets_move_more_and_take_longer(script):
     assert whole["ratio"] == pytest.approx(1.0, rel=1e-3)
     assert whole["in_bytes"] == whole["out_bytes"] == 0
     assert small["in_bytes"] > middle["in_bytes"] > 0
-    assert small["step_s"] >= middle["step_s"] >= whole["step_s"]
+    rounded = 1 - 1e-9  # seconds of operators are added up in pieces, which differ
+    assert small["step_s"] >= middle["step_s"] * rounded
+    assert middle["step_s"] >= whole["step_s"] * rounded
     assert all(plan["is_exact"] and plan["host_share"] == 0 for plan in found["plans"])
 
 
