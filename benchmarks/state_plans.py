@@ -7,6 +7,7 @@ ran on a GPU.
     python -m benchmarks.state_plans --json plans.json
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -219,7 +220,9 @@ def planned(case: Case, record: StepRecord, factor: float, num_parameters: int) 
     )
     budget_bytes = int(case.budget if case.budget > 1 else case.budget * 16 * num_parameters)
     rates = replace(RATES, host_bytes_per_s=case.host_bytes_per_s)
+    start_s = time.thread_time()
     share, best = best_split(record, kind, rates, budget_bytes, elsewhere=case.elsewhere)
+    planned_s = time.thread_time() - start_s
     verify(best.problem, best.plan)
     simulated = best.simulated
     whole_s = plain_s(record, kind)
@@ -235,7 +238,8 @@ def planned(case: Case, record: StepRecord, factor: float, num_parameters: int) 
     limit = max(busy, key=lambda lane: busy[lane])
     print(
         f"{name:66s} {simulated.step_s / whole_s:5.2f} (aim {case.aim or '-'}) in {bytes_in:5.1f} out {bytes_out:5.1f}"
-        f" B/parameter, host {share:.0%}, {limit} {busy[limit] / simulated.step_s:.0%}",
+        f" B/parameter, host {share:.0%}, {limit} {busy[limit] / simulated.step_s:.0%}; "
+        f"{best.problem.num_operators} operators planned in {planned_s:.2f} s",
         flush=True,
     )
     return [
@@ -244,6 +248,7 @@ def planned(case: Case, record: StepRecord, factor: float, num_parameters: int) 
         Row(name=name, metric="in", value=bytes_in, unit="bytes/parameter"),
         Row(name=name, metric="out", value=bytes_out, unit="bytes/parameter"),
         Row(name=name, metric="updated on the host", value=share, unit="of parameters"),
+        Row(name=name, metric="operators planned a second", value=best.problem.num_operators / planned_s, unit="1/s"),
         Row(name=name, metric=f"limit: {limit}", value=busy[limit] / simulated.step_s, unit="of the step"),
     ]
 

@@ -244,6 +244,7 @@ def step_in_one_pass(
     update = HostUpdatePass(
         num_elements=weight.numel(), weight=weight.data_ptr(), scale=scale,
         num_gradients=len(gradients), gradient_precision=PRECISIONS.index(names[0]), num_casts=len(casts),
+        rate=float(group["lr"]), weight_decay=float(group["weight_decay"]), is_negated=bool(group["maximize"]),
     )  # fmt: skip
     if len(gradients) > len(update.gradients) or len(casts) > len(update.casts) or len(states) > len(update.states):
         return None
@@ -266,11 +267,10 @@ def step_in_one_pass(
 def _set_adam(update: HostUpdatePass, group: Mapping[str, Any], state: State, number: float) -> bool:
     if "step" not in state or bool(group["amsgrad"]) != ("max_exp_avg_sq" in state):
         return False
-    update.kind, rate = UPDATES.index("Adam"), float(group["lr"])
+    update.kind, update.epsilon = UPDATES.index("Adam"), float(group["eps"])
     update.first_decay, update.second_decay = map(float, group["betas"])
-    update.rate, update.epsilon, update.weight_decay = rate, float(group["eps"]), float(group["weight_decay"])
-    update.is_negated, update.is_decoupled = bool(group["maximize"]), bool(group["decoupled_weight_decay"])
-    update.step_size = rate / (1 - update.first_decay**number)
+    update.is_decoupled = bool(group["decoupled_weight_decay"])
+    update.step_size = update.rate / (1 - update.first_decay**number)
     update.root_of_bias = math.sqrt(1 - update.second_decay**number)
     return True
 
@@ -278,26 +278,16 @@ def _set_adam(update: HostUpdatePass, group: Mapping[str, Any], state: State, nu
 def _set_sgd(update: HostUpdatePass, group: Mapping[str, Any], state: State, number: float) -> bool:  # noqa: ARG001
     if bool(group["momentum"]) != isinstance(state.get("momentum_buffer"), torch.Tensor):
         return False  # the first step makes it
-    update.kind, update.rate, update.weight_decay = (
-        UPDATES.index("SGD"),
-        float(group["lr"]),
-        float(group["weight_decay"]),
-    )
+    update.kind, update.is_nesterov = UPDATES.index("SGD"), bool(group["nesterov"])
     update.momentum, update.dampening = float(group["momentum"]), float(group["dampening"])
-    update.is_negated, update.is_nesterov = bool(group["maximize"]), bool(group["nesterov"])
     return True
 
 
 def _set_adagrad(update: HostUpdatePass, group: Mapping[str, Any], state: State, number: float) -> bool:
     if "step" not in state:
         return False
-    update.kind, update.epsilon, update.weight_decay = (
-        UPDATES.index("Adagrad"),
-        float(group["eps"]),
-        float(group["weight_decay"]),
-    )
-    update.rate = float(group["lr"]) / (1 + (number - 1) * float(group["lr_decay"]))
-    update.is_negated = bool(group["maximize"])
+    update.kind, update.epsilon = UPDATES.index("Adagrad"), float(group["eps"])
+    update.rate /= 1 + (number - 1) * float(group["lr_decay"])
     return True
 
 

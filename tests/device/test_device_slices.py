@@ -171,6 +171,32 @@ def test_groups_with_settings_of_their_own(prompt_device, name):
     assert_equal(outcomes[1], (None, *outcomes[0]))
 
 
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_fused_steps_are_sliced_unless_a_scaler_is_part_of_them(prompt_device, is_scaled):
+    outcomes = []
+    for is_ours in (False, True):
+        model, _ = made(prompt_device, "SGD")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        scaler = torch.amp.GradScaler(prompt_device, init_scale=2.0**24, growth_interval=2, enabled=is_scaled)
+        training = opened(model, optimizer, 6.5 if is_scaled else 2.6) if is_ours else None
+        told = []
+        for tokens in batches(prompt_device, 12):
+            with training or contextlib.nullcontext():
+                with torch.autocast(prompt_device, torch.float16, enabled=is_scaled):
+                    loss = model(tokens).square().mean()
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                told.append((loss.item(), scaler.get_scale()))
+        if training is not None:
+            assert (training._managed.updates._slices.num_updates > 0) != is_scaled
+            training.close()
+        outcomes.append((told, model, optimizer))
+    assert outcomes[1][0] == outcomes[0][0]
+    assert_equal(outcomes[1][1:], outcomes[0])
+
+
 @pytest.mark.parametrize("begins_with_none", [False, True])
 def test_momentum_that_begins_later(prompt_device, begins_with_none):
     outcomes = []
@@ -192,12 +218,18 @@ def test_momentum_that_begins_later(prompt_device, begins_with_none):
     assert_equal(outcomes[1], (None, *outcomes[0]))
 
 
-def test_what_is_kept_whole_stays(prompt_device):
-    model, optimizer = made(prompt_device, "AdamW")
+def begun(device):
+    """A training after three steps."""
+    model, optimizer = made(device, "AdamW")
     training = opened(model, optimizer, 2.6)
-    for tokens in batches(prompt_device, 3):
+    for tokens in batches(device, 3):
         with training:
             step(model, optimizer, tokens)
+    return model, optimizer, training
+
+
+def test_what_is_kept_whole_stays(prompt_device):
+    model, optimizer, training = begun(prompt_device)
     with contextlib.suppress(BudgetError), training:  # all of it exceeds the budget, which does not matter here
         model(batches(prompt_device)[0]).square().mean().backward()
         with training.whole():
@@ -249,11 +281,7 @@ def test_on_a_disk_it_is_updated_whole(prompt_device, tmp_path):
 
 
 def test_an_update_that_finds_no_memory_before_it_begins_can_be_done_again(prompt_device, monkeypatch):
-    model, optimizer = made(prompt_device, "AdamW")
-    training = opened(model, optimizer, 2.6)
-    for tokens in batches(prompt_device, 3):
-        with training:
-            step(model, optimizer, tokens)
+    model, optimizer, training = begun(prompt_device)
     before, num_updates = SlicedUpdates._step, training._managed.updates._slices.num_updates
 
     def broken(*_):
@@ -270,11 +298,7 @@ def test_an_update_that_finds_no_memory_before_it_begins_can_be_done_again(promp
 
 
 def test_an_update_that_breaks_off_is_said_before_the_next_step(prompt_device, monkeypatch):
-    model, optimizer = made(prompt_device, "AdamW")
-    training = opened(model, optimizer, 2.6)
-    for tokens in batches(prompt_device, 3):
-        with training:
-            step(model, optimizer, tokens)
+    model, optimizer, training = begun(prompt_device)
     whole, count = SlicedUpdates._step, []
 
     def broken(*args):

@@ -147,7 +147,8 @@ class Feed:
         self._position, self._batches, self.epoch_random = position, None, epoch_random
         if epoch_random is None:
             return True
-        for reads in (None, False, True) if seen else (None,):
+        can_begin_before = seen and position.epoch > (not position.batch)
+        for reads in (None, False, True) if can_begin_before else (None,):
             if reads is not None:
                 self.data = self._again()
             self._replay(position, epoch_random, reads=reads)

@@ -62,6 +62,8 @@ class SlicedUpdates:
         is_small = _MOST_TENSORS * parameter.nbytes < most_bytes
         if is_small or not self._is_possible or self._refused.get(id(parameter), 0) > self._num_steps:
             return False
+        if any(getattr(self._optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
+            return False  # a gradient scaler's numbers belong to one fused kernel for all of a gradient
         entries = (state or self._example(parameter, groups)).values()
         itemsizes = [value.element_size() for value in entries if is_large(value)]
         size_bytes = parameter.nbytes * (2 + _NUM_RESULTS) + parameter.numel() * sum(itemsizes)
